@@ -1,1 +1,4 @@
-"""How to be a service: configuration, logs, errors, server, client, bus. Knows gRPC and NATS, and no reinforcement learning."""
+"""How to be a service: configuration, logs, errors, server, client, bus, worker.
+
+Knows gRPC and NATS, and no reinforcement learning.
+"""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import logging
 import urllib.request
 from typing import Any
 
 import nats
+import nats.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig
@@ -20,51 +22,88 @@ from services.common.errors import ConfigError, Unavailable
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
-# A half-open connection is noticed after two unanswered pings (the library's default: after four minutes).
-PING_SECONDS = 5
+# A half-open connection is noticed at the third unanswered ping, 9 s: before a worker's time to live (12 s) ends.
+# (The library's default: after four minutes.)
+PING_SECONDS = 3
+REQUEST_SECONDS = 3.0
 
 
 class Bus:
-    """A connection to NATS with JetStream."""
+    """A connection to NATS with JetStream. Reconnects for ever; what is sent while it is away fails at once."""
 
-    def __init__(self, connection: Client, jetstream: JetStreamContext) -> None:
+    def __init__(self, connection: Client, jetstream: JetStreamContext, lost: asyncio.Event | None = None) -> None:
         self.connection = connection
         self.jetstream = jetstream
+        self._lost = lost or asyncio.Event()
+        self._closing = False
 
     @classmethod
     async def connect(cls, url: str, name: str, monitor_url: str | None = None) -> Bus:
         """Connects, and with a monitor URL refuses a server that does not sync every write.
 
-        Reconnects for ever, and sends nothing late: a publish while disconnected fails at once, so that nothing takes
-        effect after its sender gave up.
+        Nothing is sent late: a publish while disconnected fails at once, so that nothing takes effect after its sender
+        gave up. Raises Unavailable when NATS or its monitor does not answer, ConfigError for its settings.
         """
+        last_error: list[Exception] = []
+        lost = asyncio.Event()
 
         async def on_error(error: Exception) -> None:
-            logger.warning("NATS: %s", error or type(error).__name__)
+            last_error[:] = [error]
+            logger.warning("NATS: %s: %s", type(error).__name__, error)
+
+        async def on_reconnected() -> None:
+            logger.warning("NATS: connected again")
+
+        async def on_closed() -> None:
+            lost.set()
 
         try:
-            connection = await asyncio.wait_for(
-                nats.connect(
+            async with asyncio.timeout(CONNECT_SECONDS):
+                connection = await nats.connect(
                     url,
                     name=name,
                     error_cb=on_error,
+                    reconnected_cb=on_reconnected,
+                    closed_cb=on_closed,
                     allow_reconnect=True,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=1,
+                    connect_timeout=2,
                     ping_interval=PING_SECONDS,
                     max_outstanding_pings=2,
                     pending_size=0,
-                ),
-                CONNECT_SECONDS,
-            )
+                )
         except (TimeoutError, OSError, nats.errors.Error) as error:
-            raise Unavailable(f"NATS at {url} does not answer within {CONNECT_SECONDS:.0f} s: {error!r}") from None
+            cause = last_error[0] if last_error else error
+            raise Unavailable(f"NATS at {url} does not answer within {CONNECT_SECONDS:.0f} s: {cause!r}") from None
+        bus = cls(connection, connection.jetstream(timeout=REQUEST_SECONDS), lost)
         if monitor_url is not None:
-            await asyncio.to_thread(assert_synced, monitor_url)
-        return cls(connection, connection.jetstream())
+            try:
+                await asyncio.to_thread(assert_synced, monitor_url)
+            except BaseException:
+                await bus.close()
+                raise
+        return bus
 
     async def close(self) -> None:
-        await self.connection.close()
+        """Ends the connection; at most a few seconds."""
+        self._closing = True
+        try:
+            async with asyncio.timeout(2.0):
+                await self.connection.close()
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            logger.warning("NATS: closing: %r", error)
+
+    async def wait_lost(self) -> None:
+        """Waits for ever; raises Unavailable when the connection was closed for good by anybody but `close`."""
+        await self._lost.wait()
+        if not self._closing:
+            raise Unavailable(f"NATS closed the connection for good: {self.connection.last_error!r}")
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection stands, as far as this side knows."""
+        return bool(self.connection.is_connected)
 
     async def bucket(self, name: str, ttl_seconds: float) -> KeyValue:
         """The key-value bucket whose entries vanish `ttl_seconds` after their last write; made if it is missing.
@@ -74,8 +113,8 @@ class Bus:
         try:
             bucket = await self.jetstream.key_value(name)
         except BucketNotFoundError:
-            config = KeyValueConfig(bucket=name, ttl=ttl_seconds, history=1)
-            bucket = await self.jetstream.create_key_value(config)
+            # Several may make it at once: the same configuration again is no error to NATS.
+            bucket = await self.jetstream.create_key_value(KeyValueConfig(bucket=name, ttl=ttl_seconds, history=1))
         status = await bucket.status()
         if abs((status.ttl or 0) - ttl_seconds) > 1e-6:
             raise ConfigError(f"NATS bucket {name}: expected a time to live of {ttl_seconds} s, it has {status.ttl} s")
@@ -85,10 +124,15 @@ class Bus:
 def assert_synced(monitor_url: str) -> None:
     """Raises ConfigError unless the server writes JetStream data through to disk before it acknowledges.
 
-    The default syncs about every two minutes: a power cut then loses what was acknowledged, tokens included.
+    The default syncs about every two minutes: a power cut then loses what was acknowledged, tokens included. Raises
+    Unavailable when the monitor does not answer.
     """
-    with urllib.request.urlopen(f"{monitor_url}/jsz?config=true", timeout=CONNECT_SECONDS) as response:
-        settings: dict[str, Any] = json.load(response).get("config") or {}
+    try:
+        with urllib.request.urlopen(f"{monitor_url.rstrip('/')}/jsz?config=true", timeout=CONNECT_SECONDS) as response:
+            answer = json.load(response)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise Unavailable(f"NATS monitor at {monitor_url} does not answer: {error}") from None
+    settings: dict[str, Any] = answer.get("config") or {}
     if not settings.get("sync_always"):
         raise ConfigError(
             f"NATS at {monitor_url}: JetStream must sync every write, it has {settings or 'JetStream off'}; "

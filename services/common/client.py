@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from services.common import trace
-from services.common.errors import Overloaded, Unavailable
+from services.common.errors import AntiphonError, Internal, Overloaded, Unavailable
 from services.common.status import from_rpc_error
 
 Answer = TypeVar("Answer")
+
+logger = logging.getLogger(__name__)
 
 # A short keepalive timeout alone has no effect: grpc.http2.ping_timeout_ms rules, and its default is 60 s.
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
@@ -36,38 +40,122 @@ def new_request_id() -> str:
 class Peer:
     """A channel to one worker. `name` is the worker id, for messages."""
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str, options: Iterable[tuple[str, int]] = CHANNEL_OPTIONS) -> None:
         self.name = name
         self.address = address
-        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS, interceptors=_interceptors())
+        self.channel = grpc.aio.insecure_channel(address, options=list(options), interceptors=_interceptors())
+        self._closed = False
 
     async def close(self) -> None:
+        """Ends the channel; calls under way fail with Unavailable."""
+        self._closed = True
         await self.channel.close()
 
     async def call(self, method: Callable[..., Awaitable[Answer]], request: Any, *, deadline_seconds: float) -> Answer:
-        """One unary answer (the request may be an iterator). Raises an error of services/common/errors.py."""
+        """One unary answer (the request may be an iterator). Raises an error of services/common/errors.py.
+
+        What a request iterator raises is raised here, and the call is cancelled.
+        """
+        requests = _Requests.of(request)
         try:
-            return await method(request, timeout=deadline_seconds)
-        except grpc.aio.AioRpcError as error:
-            raise await from_rpc_error(error, self._where(method)) from None
+            return await method(request if requests is None else requests.iterate(), timeout=deadline_seconds)
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            raise self._translated(error, method, requests) from None
+        finally:
+            if requests is not None:
+                requests.close()
 
     async def stream(
         self, method: Callable[..., AsyncIterator[Answer]], request: Any, *, deadline_seconds: float
-    ) -> AsyncIterator[Answer]:
-        """The messages of a streamed answer (the request may be an iterator). Leaving the loop cancels the call."""
-        call = method(request, timeout=deadline_seconds)
+    ) -> AsyncGenerator[Answer, None]:
+        """The messages of a streamed answer (the request may be an iterator).
+
+        Leaving an `async for` over it cancels the call, as soon as nobody holds the generator any more; who keeps it
+        in a variable closes it (`contextlib.aclosing`). Errors are as in `call`.
+        """
+        requests = _Requests.of(request)
+        call = method(request if requests is None else requests.iterate(), timeout=deadline_seconds)
         try:
             async for answer in call:
                 yield answer
-        except grpc.aio.AioRpcError as error:
-            raise await from_rpc_error(error, self._where(method)) from None
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            raise self._translated(error, method, requests) from None
         finally:
             call.cancel()  # type: ignore[attr-defined]
+            if requests is not None:
+                requests.close()
+
+    def _translated(
+        self, error: grpc.aio.AioRpcError | asyncio.CancelledError, method: Any, requests: _Requests | None
+    ) -> BaseException:
+        if isinstance(error, asyncio.CancelledError) and _cancel_was_asked():
+            return error
+        if requests is not None and requests.failure is not None:
+            return requests.failure
+        where = self._where(method)
+        translated: AntiphonError
+        if isinstance(error, grpc.aio.AioRpcError):
+            translated = from_rpc_error(error, where)
+        elif self._closed:
+            translated = Unavailable(f"{where}: the channel was closed during the call")
+        else:
+            translated = Internal(f"{where}: gRPC gave the call up on this side")
+        translated.worker_id = self.name
+        return translated
 
     def _where(self, method: Any) -> str:
         name = getattr(method, "_method", b"")
         text = name.decode() if isinstance(name, bytes) else str(name)
         return f"{self.name} ({self.address}) {text.rsplit('/', 1)[-1]}".rstrip()
+
+
+class _Requests:
+    """The caller's request iterator. gRPC consumes it in a task of its own, hides what it raises, and leaves the task
+    waiting for the next request when the call has ended: both are mended here.
+    """
+
+    def __init__(self, source: AsyncIterable[Any] | Iterable[Any]) -> None:
+        self._source = source
+        self._consumer: asyncio.Task[Any] | None = None
+        self.failure: Exception | None = None
+
+    @classmethod
+    def of(cls, request: Any) -> _Requests | None:
+        """None when the request is a single message."""
+        if not isinstance(request, Message) and isinstance(request, AsyncIterable | Iterable):
+            return cls(request)
+        _message(request)
+        return None
+
+    async def iterate(self) -> AsyncIterator[Any]:
+        self._consumer = asyncio.current_task()
+        try:
+            if isinstance(self._source, AsyncIterable):
+                async for request in self._source:
+                    yield _message(request)
+            else:
+                for request in self._source:
+                    yield _message(request)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.cancel()
+
+
+def _message(request: Any) -> Message:
+    """The request itself. What is no message would only be logged by gRPC, and the call would wait for its deadline."""
+    if not isinstance(request, Message):
+        raise TypeError(f"a request must be a protobuf message, got {type(request).__name__}")
+    return request
+
+
+def _cancel_was_asked() -> bool:
+    """Whether somebody cancelled this task. gRPC raises CancelledError for calls that it gave up by itself, too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def retried(
@@ -90,6 +178,7 @@ async def retried(
             wait = max(pause * random.uniform(0.5, 1.0), getattr(error, "retry_after_seconds", 0.0))
             if time.monotonic() + wait >= end:
                 raise
+            logger.info("again in %.1f s: %s: %s", wait, type(error).__name__, error)
         await asyncio.sleep(wait)
         pause = min(pause * 2, longest_pause_seconds)
 
@@ -127,5 +216,5 @@ class _StreamStream(grpc.aio.StreamStreamClientInterceptor):
         return await continuation(_prepared(client_call_details), request_iterator)
 
 
-def _interceptors() -> Iterable[grpc.aio.ClientInterceptor]:
+def _interceptors() -> list[grpc.aio.ClientInterceptor]:
     return [_UnaryUnary(), _UnaryStream(), _StreamUnary(), _StreamStream()]

@@ -12,6 +12,8 @@ class AntiphonError(Exception):
     """An error with a stable code. The message says what was expected, what came, which id, and what to do next."""
 
     code: ClassVar[str] = "ANT-ERROR"
+    worker_id: str = ""
+    """The worker that had it, where that is known: its log says more."""
 
 
 class InvalidRequest(AntiphonError):

@@ -18,7 +18,5 @@ def configure(worker_id: str, level: str = "INFO") -> None:
     """Sets up the root logger of this process. Call once, first thing."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_TraceFilter())
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s %(levelname)-7s {worker_id} %(trace)s %(name)s: %(message)s")
-    )
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)-7s {worker_id} %(trace)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -10,11 +10,12 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from antiphon.types.v1 import progress_pb2
 
-from services.common.errors import Conflict
+from services.common.errors import AntiphonError, Conflict, Unavailable
 
 Result = TypeVar("Result")
 Report = Callable[[str, int, int], None]
@@ -30,7 +31,7 @@ class Operation(Generic[Result]):
     def __init__(self, key: str, fingerprint: bytes, work: Callable[[Report], Awaitable[Result]]) -> None:
         self.key = key
         self.fingerprint = fingerprint
-        self.started = time.monotonic()
+        self.ended_at = 0.0  # monotonic; 0 while it runs
         self._progress = progress_pb2.Progress(phase="queued")
         self._changed = asyncio.Event()
         self._task = asyncio.ensure_future(work(self._report))
@@ -41,8 +42,11 @@ class Operation(Generic[Result]):
         self._wake()
 
     def _ended(self, task: asyncio.Future[Result]) -> None:
-        if not task.cancelled() and task.exception() is not None:  # seen here, so asyncio does not complain later
-            logger.warning("%s failed: %s", self.key, task.exception())
+        self.ended_at = time.monotonic()
+        if not task.cancelled() and (error := task.exception()) is not None:  # seen here: asyncio need not complain
+            # With nobody attached this line is all there is; a bug needs its traceback.
+            bug = None if isinstance(error, AntiphonError) else error
+            logger.warning("%s failed: %s: %s", self.key, type(error).__name__, error, exc_info=bug)
         self._wake()
 
     def _wake(self) -> None:
@@ -53,24 +57,44 @@ class Operation(Generic[Result]):
     def done(self) -> bool:
         return self._task.done()
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without a result."""
+        return self._task.done() and (self._task.cancelled() or self._task.exception() is not None)
+
     async def result(self) -> Result:
-        """Waits for the end; a waiter that is cancelled leaves the work alone."""
-        return await asyncio.shield(self._task)
+        """Waits for the end and raises what the work raised; a waiter that is cancelled leaves the work alone."""
+        await asyncio.wait({self._task})
+        return self._outcome()
 
     async def follow(self) -> AsyncIterator[progress_pb2.Progress | Result]:
-        """Progress at each advance and at least every few seconds, then the result; raises what the work raised."""
+        """Progress at each advance and at least every few seconds, then the result; raises what the work raised.
+
+        A follower that is slow gets the latest progress, not each. One that is cancelled leaves the work alone.
+        """
         while not self._task.done():
             changed = self._changed
             yield self._progress
-            await asyncio.wait({asyncio.ensure_future(changed.wait())}, timeout=HEARTBEAT_SECONDS)
-        yield self._task.result()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await changed.wait()
+        yield self._outcome()
+
+    def stop(self) -> None:
+        """Cancels the work; those attached get Unavailable."""
+        self._task.cancel()
+
+    def _outcome(self) -> Result:
+        if self._task.cancelled():
+            raise Unavailable(f"{self.key}: was stopped before its end; ask again")
+        return self._task.result()
 
 
 class Operations(Generic[Result]):
     """The operations of one kind, remembered by key so that a repeat gets the first answer.
 
-    Finished ones are forgotten after `keep_seconds` or when there are more than `keep`; failed ones at once, so that a
-    repeat tries again.
+    Finished ones are forgotten `keep_seconds` after their end, or when there are more than `keep`, the oldest first;
+    failed ones at once, so that a repeat tries again, with other content if it likes.
     """
 
     def __init__(self, kind: str, keep: int = 1024, keep_seconds: float = 3600.0) -> None:
@@ -82,13 +106,14 @@ class Operations(Generic[Result]):
     def start_or_attach(
         self, key: str, fingerprint: bytes, work: Callable[[Report], Awaitable[Result]]
     ) -> Operation[Result]:
-        """The operation of this key: the known one, or a new one. Raises Conflict for the same key with other content."""
-        self._forget()
+        """The operation of this key, known or new. Raises Conflict for the same key with other content."""
+        self._forget(self._keep)
         known = self._known.get(key)
         if known is not None:
             if known.fingerprint != fingerprint:
                 raise Conflict(f"{self._kind} {key}: asked before with other content; use a new id for a new request")
             return known
+        self._forget(self._keep - 1)
         operation = Operation(f"{self._kind} {key}", fingerprint, work)
         self._known[key] = operation
         return operation
@@ -97,12 +122,16 @@ class Operations(Generic[Result]):
         """Those not ended yet."""
         return [operation for operation in self._known.values() if not operation.done]
 
-    def _forget(self) -> None:
+    async def stop(self) -> None:
+        """Cancels what runs and waits for its end: part of a service's drain."""
+        running = self.running()
+        for operation in running:
+            operation.stop()
+        if running:
+            await asyncio.wait({operation._task for operation in running})
+
+    def _forget(self, keep: int) -> None:
         horizon = time.monotonic() - self._keep_seconds
         for key, operation in list(self._known.items()):
-            if not operation.done:
-                continue
-            task = operation._task
-            failed = task.cancelled() or task.exception() is not None
-            if failed or operation.started < horizon or len(self._known) > self._keep:
+            if operation.done and (operation.failed or operation.ended_at < horizon or len(self._known) > keep):
                 del self._known[key]

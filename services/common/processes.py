@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
+import multiprocessing
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from services.common.errors import Expired
+
+logger = logging.getLogger(__name__)
+
+KILL_SECONDS = 10.0
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -21,15 +30,17 @@ RUN_ID_VARIABLE = "ANTIPHON_RUN_ID"
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Asks the kernel to kill this process when its parent dies.
+    """Asks the kernel to kill this process when its parent (the thread that made it) ends.
 
-    `parent_pid` is the parent that is meant to be there: if it is already gone, this process ends at once. Without it
-    only a parent that died before (pid 1 has taken its place) is noticed.
+    `parent_pid` is the parent that is meant to be there: if it is already gone, this process ends at once. Without it a
+    child made by multiprocessing knows its parent; any other cannot tell whether the death came before this call (a
+    parent with pid 1 is normal in a container). The kernel forgets the request at fork: each generation asks anew.
     """
     if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    parent = os.getppid()
-    if (parent_pid is not None and parent != parent_pid) or (parent_pid is None and parent == 1):
+    if parent_pid is None and (parent := multiprocessing.parent_process()) is not None:
+        parent_pid = parent.pid
+    if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -63,13 +74,18 @@ async def spawn(
 
 
 async def stop(process: asyncio.subprocess.Process, grace_seconds: float) -> int:
-    """SIGTERM, then SIGKILL after the grace; returns the exit code (negative: the signal)."""
-    if process.returncode is None:
+    """SIGTERM, then SIGKILL after the grace; returns the exit code (negative: the signal).
+
+    Raises Expired when even SIGKILL does not end it (it hangs in the kernel).
+    """
+    for number, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, KILL_SECONDS)):
+        if process.returncode is None:
+            # Not process.terminate(): it polls first, and thereby takes the exit code away from asyncio's watcher.
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
         try:
-            process.terminate()
-            await asyncio.wait_for(process.wait(), grace_seconds)
-        except ProcessLookupError:
-            pass
+            async with asyncio.timeout(seconds):
+                return await process.wait()
         except TimeoutError:
-            process.kill()
-    return await process.wait()
+            logger.warning("process %d did not end within %.1f s of %s", process.pid, seconds, number.name)
+    raise Expired(f"process {process.pid} did not end within {KILL_SECONDS:.0f} s of SIGKILL")

@@ -1,4 +1,4 @@
-"""W3C trace context, carried on every call. Without an OpenTelemetry SDK the ids still link the logs of all services."""
+"""W3C trace context, carried on every call. Without an OpenTelemetry SDK the ids still link the services' logs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,17 @@ def outgoing() -> dict[str, str]:
     return headers
 
 
+def adopt(headers: Mapping[str, str]) -> None:
+    """Makes the caller's trace the current one for the rest of this task (a gRPC call is handled in a task of its own).
+
+    Nothing is put back: a stream's handler may be closed from another task, where putting back is an error.
+    """
+    context.attach(_propagator.extract(headers))
+
+
 @contextmanager
 def incoming(headers: Mapping[str, str]) -> Iterator[None]:
-    """Makes the caller's trace the current one for the time of a call."""
+    """Makes the caller's trace the current one for a block that begins and ends in one task."""
     token = context.attach(_propagator.extract(headers))
     try:
         yield

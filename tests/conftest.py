@@ -1,0 +1,120 @@
+"""Fixtures that tests of several services share: a real NATS server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.common.processes import die_with_parent
+
+START_SECONDS = 20.0
+
+
+class NatsServer:
+    """One nats-server with JetStream on loopback. The first `start` picks free ports, later ones take them again."""
+
+    def __init__(self, folder: Path, *, synced: bool = True) -> None:
+        self._folder = folder
+        self._synced = synced
+        self._port = -1
+        self._monitor_port = -1
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self._port}"
+
+    @property
+    def monitor_url(self) -> str:
+        return f"http://127.0.0.1:{self._monitor_port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Starts the server and returns when it listens."""
+        settings = self._folder / "nats.conf"
+        sync = "sync_interval: always, " if self._synced else ""
+        settings.write_text(
+            f'listen: "127.0.0.1:{self._port}"\n'
+            f'http: "127.0.0.1:{self._monitor_port}"\n'
+            f'ports_file_dir: "{self._folder}"\n'
+            f'jetstream {{ {sync}store_dir: "{self._folder}" }}\n'
+        )
+        parent = os.getpid()
+        with (self._folder / "nats.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [_binary(), "-c", str(settings)],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509
+            )
+        ports = self._folder / f"nats-server_{self._process.pid}.ports"
+        end = time.monotonic() + START_SECONDS
+        while not (ports.exists() and ports.read_bytes()):
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise RuntimeError(f"nats-server does not listen:\n{(self._folder / 'nats.log').read_text()[-2000:]}")
+            time.sleep(0.01)
+        found = json.loads(ports.read_text())
+        self._port = int(found["nats"][0].rpartition(":")[2])
+        self._monitor_port = int(found["monitoring"][0].rpartition(":")[2])
+
+    def stop(self) -> None:
+        """SIGTERM, and waits for the end."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits for the end."""
+        self._end(signal.SIGKILL)
+
+    def forget(self) -> None:
+        """Removes what a stopped server stored, as a lost disk would."""
+        shutil.rmtree(self._folder / "jetstream")
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.send_signal(number)
+            self._process.wait(START_SECONDS)
+
+
+def _binary() -> str:
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    assert found, "no nats-server beside the interpreter or on PATH: install the development requirements"
+    return found
+
+
+@pytest.fixture
+def make_nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., NatsServer]]:
+    """Makes running servers, `make_nats_server(synced=True)`, and ends them with the test."""
+    servers: list[NatsServer] = []
+
+    def make(*, synced: bool = True) -> NatsServer:
+        server = NatsServer(tmp_path_factory.mktemp("nats"), synced=synced)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield make
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def nats_server(make_nats_server: Callable[..., NatsServer]) -> NatsServer:
+    """A running server as a run has it: `.url`, `.monitor_url`; `.kill()` and `.start()` restart it in place."""
+    return make_nats_server()
