@@ -1,0 +1,259 @@
+"""The pipe between processes: two learner ranks that send slices, engines' workers that assemble them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from pipe_processes import Fate, learner_rank, make_manifest, make_model
+
+from services.common.errors import Conflict, Expired, InvalidRequest, Unavailable
+from services.common.weights.digest import add_digests, tensor_digest
+from services.common.weights.manifest import buckets, tensor_bytes
+from services.common.weights.receiver import Receiver
+from services.common.weights.sender import Sender
+from services.common.weights.store import bind_store
+
+# A server that has torch imported forks the ranks: they start in milliseconds, and share no thread with this process.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["numba", "services.common.weights.digest", "services.common.weights.sender"])
+ONE_TENSOR, TEN_KIB, ALL = 1, 10 * 1024, 1 << 30
+
+
+class Learner:
+    """Ranks in processes of their own."""
+
+    def __init__(self, ranks: int, dtype: torch.dtype, fates: dict[int, Fate]) -> None:
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        for rank in range(ranks):
+            ours, theirs = PROCESSES.Pipe()
+            process = PROCESSES.Process(
+                target=learner_rank, args=(theirs, rank, 1, dtype, fates.get(rank, Fate())), daemon=True
+            )
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self.pipes[0].send("bind")
+        self.address = self.answer(0)
+        for pipe in self.pipes[1:]:
+            pipe.send("wait")
+
+    def answer(self, rank: int) -> Any:
+        assert self.pipes[rank].poll(30), f"rank {rank} did not answer within 30 s"
+        return self.pipes[rank].recv()
+
+    def tell(self, message: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send(message)
+
+
+@contextmanager
+def learner(
+    ranks: int = 2, dtype: torch.dtype = torch.float32, fates: dict[int, Fate] | None = None
+) -> Iterator[Learner]:
+    it = Learner(ranks, dtype, fates or {})
+    try:
+        yield it
+    finally:
+        for process in it.processes:
+            process.kill()
+            process.join(10)
+
+
+def join(manifest: Any, receivers: int = 1, deadline_seconds: float = 20) -> list[Receiver]:
+    """Receivers block until all came, so each joins from a thread."""
+    joined: list[Receiver | BaseException | None] = [None] * receivers
+
+    def one(rank: int) -> None:
+        try:
+            joined[rank] = Receiver(manifest, rank, deadline_seconds=deadline_seconds)
+        except BaseException as error:
+            joined[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(receivers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for it in joined:
+        if isinstance(it, BaseException):
+            raise it
+    return [it for it in joined if isinstance(it, Receiver)]
+
+
+def take(receiver: Receiver, deadline_seconds: float = 10) -> dict[str, torch.Tensor]:
+    return {spec.name: tensor for spec, tensor in receiver.receive(deadline_seconds=deadline_seconds)}
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(got) == list(expected)
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape, name
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "dtype", "receivers"),
+    [(ONE_TENSOR, torch.float32, 1), (TEN_KIB, torch.bfloat16, 2), (ALL, torch.float32, 1)],
+)
+def test_slices_of_two_ranks_make_the_whole_model(bucket_bytes: int, dtype: torch.dtype, receivers: int) -> None:
+    expected = make_model(1, dtype)
+    with learner(dtype=dtype) as ranks:
+        manifest = make_manifest(
+            ranks.address, sender_ranks=2, receiver_ranks=receivers, bucket_bytes=bucket_bytes, dtype=dtype
+        )
+        ranks.tell(manifest.SerializeToString())
+        ends = join(manifest, receivers)
+        for _ in range(2):  # a group serves more than one publication
+            ranks.tell("send")
+            with ThreadPoolExecutor() as threads:
+                results = list(threads.map(take, ends))
+            reports = [ranks.answer(rank) for rank in range(2)]
+            whole = add_digests(*(tensor_digest(n, t.reshape(-1), 0) for n, t in expected.items()))
+            for end, got in zip(ends, results, strict=True):
+                assert_same(got, expected)  # the alias lm_head.weight is not among them
+                assert end.digest == whole == add_digests(*(digest for digest, _ in reports))
+                assert end.bytes == sum(tensor_bytes(s) for s in manifest.tensors if not s.alias_of)
+                assert end.bytes == sum(size for _, size in reports)
+        for end in ends:
+            end.close()
+
+
+def test_what_was_received_is_the_consumers_own() -> None:
+    """A later publication must not change tensors that are kept, e.g. in staging."""
+    with learner(ranks=1) as ranks:
+        manifest = make_manifest(ranks.address, bucket_bytes=TEN_KIB)
+        ranks.tell(manifest.SerializeToString())
+        (end,) = join(manifest)
+        ranks.tell("send")
+        first = take(end)
+        kept = {name: tensor.clone() for name, tensor in first.items()}
+        for tensor in first.values():
+            tensor.add_(1)
+        ranks.tell("send")
+        assert_same(take(end), kept)
+
+
+@pytest.mark.parametrize(("rank", "die_at"), [(0, 0), (1, 3), (0, 7)])  # of 8 buckets, one tensor each
+def test_a_sender_killed_at_any_bucket_ends_the_receive_with_an_error(rank: int, die_at: int) -> None:
+    with learner(fates={rank: Fate(die_at_bucket=die_at)}) as ranks:
+        manifest = make_manifest(ranks.address, sender_ranks=2, bucket_bytes=ONE_TENSOR)
+        assert len(buckets(manifest)) == 8
+        ranks.tell(manifest.SerializeToString())
+        (end,) = join(manifest)
+        ranks.tell("send")
+        begin = time.monotonic()
+        where = rf"group 1/{rank}, rank 1 of 2: .*bucket \d of 8 from learner rank {rank}"
+        with pytest.raises(Unavailable, match=where):
+            take(end, deadline_seconds=10)
+        assert time.monotonic() - begin < 5  # it notices, it does not wait for the deadline
+        with pytest.raises(Conflict):
+            _ = end.digest
+
+
+def test_a_sender_that_stands_still_is_given_up_at_the_deadline() -> None:
+    with learner(ranks=1, fates={0: Fate(stop_at_bucket=2)}) as ranks:
+        manifest = make_manifest(ranks.address, bucket_bytes=ONE_TENSOR)
+        ranks.tell(manifest.SerializeToString())
+        (end,) = join(manifest)
+        ranks.tell("send")
+        begin = time.monotonic()
+        with pytest.raises(Expired, match="bucket"):
+            take(end, deadline_seconds=1)
+        assert 0.9 < time.monotonic() - begin < 3
+
+
+def test_close_from_another_thread_ends_a_receive() -> None:
+    with learner(ranks=1) as ranks:
+        manifest = make_manifest(ranks.address)
+        ranks.tell(manifest.SerializeToString())
+        (end,) = join(manifest)
+        timer = threading.Timer(0.3, end.close)
+        timer.start()
+        begin = time.monotonic()
+        with pytest.raises(Unavailable):
+            take(end, deadline_seconds=15)  # nobody sends
+        assert time.monotonic() - begin < 5
+
+
+def test_a_receiver_that_dies_ends_the_send_with_an_error() -> None:
+    store, address = bind_store()
+    manifest = make_manifest(address, receiver_ranks=2, bucket_bytes=ONE_TENSOR)
+    ends: list[Any] = []
+    thread = threading.Thread(target=lambda: ends.extend(join(manifest, 2)))
+    thread.start()
+    sender = Sender(manifest, 0, store=store, deadline_seconds=20)
+    thread.join(20)
+    ends[1].close()
+    model = make_model(1, torch.float32)
+    begin = time.monotonic()
+    with pytest.raises((Unavailable, Expired), match="transfer group 1/0"):
+        for _ in range(3):  # small messages fit into the sockets' buffers at first
+            sender.send(lambda spec: model[spec.name].view(-1), deadline_seconds=3)
+    assert time.monotonic() - begin < 5
+    with pytest.raises(Unavailable):
+        take(ends[0], deadline_seconds=3)
+
+
+def test_who_comes_alone_gives_up_at_the_deadline() -> None:
+    store, address = bind_store()
+    manifest = make_manifest(address)
+    begin = time.monotonic()
+    with pytest.raises(Unavailable, match="not everybody came within 1"):
+        Receiver(manifest, 0, deadline_seconds=1)
+    with pytest.raises(Unavailable, match="not everybody came within 1"):
+        Sender(make_manifest(address, epoch=2), 0, store=store, deadline_seconds=1)
+    assert time.monotonic() - begin < 5
+
+
+def test_no_store_is_unavailable() -> None:
+    store, address = bind_store()
+    del store
+    with pytest.raises(Unavailable, match=address):
+        Receiver(make_manifest(address), 0, deadline_seconds=0.5)
+
+
+def test_ends_with_different_manifests_refuse_each_other() -> None:
+    store, address = bind_store()
+    ours = make_manifest(address)
+    theirs = make_manifest(address, bucket_bytes=TEN_KIB)
+    failures: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            join(theirs)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        Sender(ours, 0, store=store, deadline_seconds=3).close()
+    except (Unavailable, Expired):
+        pass  # the receiver may have left already
+    thread.join(20)
+    assert isinstance(failures[0], InvalidRequest)
+
+
+def test_a_slice_that_does_not_fit_is_refused_and_frees_the_receiver() -> None:
+    store, address = bind_store()
+    manifest = make_manifest(address)
+    ends: list[Any] = []
+    thread = threading.Thread(target=lambda: ends.extend(join(manifest)))
+    thread.start()
+    sender = Sender(manifest, 0, store=store, deadline_seconds=20)
+    thread.join(20)
+    with pytest.raises(ValueError, match=r"embed\.weight: rank 0 must send 5709"):
+        sender.send(lambda spec: torch.zeros(3), deadline_seconds=5)
+    begin = time.monotonic()
+    with pytest.raises(Unavailable):
+        take(ends[0], deadline_seconds=10)
+    assert time.monotonic() - begin < 5
