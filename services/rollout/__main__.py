@@ -1,0 +1,33 @@
+"""`python -m services.rollout --config FILE`: one rollout worker. Imports no engine; starting it does."""
+
+from __future__ import annotations
+
+import sys
+
+from antiphon.events.v1 import events_pb2
+
+from services.common.config import ProcessConfig
+from services.common.worker import Worker, main
+from services.rollout import service
+from services.rollout.config import RolloutConfig
+from services.rollout.rollout import Rollout
+from services.rollout.vllm_engine import VllmEngine
+
+
+async def build(process: ProcessConfig[RolloutConfig]) -> Worker:
+    rollout = Rollout(process, VllmEngine.start)
+    worker = Worker(
+        process.service,
+        events_pb2.WORKER_KIND_ROLLOUT,
+        health_check=rollout.health_check,
+        describe=rollout.describe,
+        on_drain=rollout.drain,
+    )
+    rollout.life.on_change = worker.changed
+    service.add_to(worker.server, rollout)
+    worker.beside("engine", rollout.run)
+    return worker
+
+
+if __name__ == "__main__":
+    sys.exit(main("services.rollout", RolloutConfig, build))

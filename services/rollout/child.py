@@ -1,0 +1,18 @@
+"""What a child process of this service runs before anything else: it asks to die with its parent.
+
+multiprocessing makes a spawned child run the module that `__main__.__spec__` names, except a package's `__main__`; so
+`vllm_engine.py` names this module while it starts its child. A hook inside vLLM would come too late: a child whose
+parent is killed while it imports or shakes hands waits for minutes.
+"""
+
+from __future__ import annotations
+
+import os
+
+from services.common.processes import die_with_parent
+
+PARENT_VARIABLE = "ANTIPHON_PARENT_PID"
+
+if __name__ == "__mp_main__" and PARENT_VARIABLE in os.environ:
+    die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for children of its own

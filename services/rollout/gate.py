@@ -1,0 +1,71 @@
+"""Who may sample now: requests are counted, held while an update is under way, and bounded."""
+
+from __future__ import annotations
+
+import asyncio
+
+from antiphon.types.v1.policy_pb2 import Policy
+
+from services.common.errors import Conflict, Expired, Overloaded
+from services.rollout.states import READY, UPDATING, Life
+
+RETRY_AFTER_SECONDS = 1.0
+
+
+class Gate:
+    """Between the requests and the engine. Counts trajectories: `outstanding` are asked for, `running` are sampled."""
+
+    def __init__(self, life: Life, max_outstanding: int) -> None:
+        self._life = life
+        self._max_outstanding = max_outstanding
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.outstanding = 0
+        self.running = 0
+
+    def reserve(self, count: int) -> None:
+        """Takes room for `count` trajectories; give it back with `release`.
+
+        Raises Unavailable in a state that refuses work, Overloaded when there is no room.
+        """
+        if self._life.state not in (READY, UPDATING):
+            raise self._life.refusal()
+        if self.outstanding + count > self._max_outstanding:
+            raise Overloaded(
+                f"{self.outstanding} trajectories are asked for; with {count} more they exceed {self._max_outstanding}",
+                RETRY_AFTER_SECONDS,
+            )
+        self.outstanding += count
+
+    def release(self, count: int) -> None:
+        self.outstanding -= count
+
+    async def enter(self, wanted_version: int | None) -> Policy:
+        """Waits while an update is under way, then lets one trajectory run under the policy it answers; `leave` after.
+
+        Raises Conflict when that is not the version wanted, Unavailable when the update left no verified policy.
+        """
+        while self._life.state == UPDATING:
+            await self._life.wait_change()
+        if self._life.state != READY or self._life.policy is None:
+            raise self._life.refusal()
+        policy = self._life.policy
+        if wanted_version is not None and wanted_version != policy.version:
+            raise Conflict(f"policy version {wanted_version} was asked for; this worker serves {policy.version}")
+        self.running += 1
+        self._idle.clear()
+        return policy
+
+    def leave(self) -> None:
+        self.running -= 1
+        if self.running == 0:
+            self._idle.set()
+
+    async def idle(self, deadline_seconds: float) -> None:
+        """Waits until nothing runs. Raises Expired at the deadline."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), deadline_seconds)
+        except TimeoutError:
+            raise Expired(
+                f"{self.running} trajectories were still being sampled after {deadline_seconds:.1f} s"
+            ) from None

@@ -1,0 +1,127 @@
+"""The worker as a whole: one engine, its life, the calls on it and the updates to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+
+from antiphon.events.v1 import events_pb2
+from antiphon.tenant.v1 import tenant_pb2
+
+from services.common.config import ProcessConfig
+from services.common.errors import Unavailable
+from services.rollout.config import RolloutConfig
+from services.rollout.engine import Engine, EngineDead
+from services.rollout.gate import Gate
+from services.rollout.generations import Generations
+from services.rollout.states import FAILED, STALE, STARTING, STOPPING, Life
+from services.rollout.updates import Updates
+
+logger = logging.getLogger(__name__)
+
+WATCH_PERIOD_SECONDS = 0.25
+
+
+class Rollout:
+    """Starts the engine, then answers. Parts that need the engine raise Unavailable until it is there."""
+
+    def __init__(
+        self,
+        process: ProcessConfig[RolloutConfig],
+        start_engine: Callable[[ProcessConfig[RolloutConfig]], Awaitable[Engine]],
+    ) -> None:
+        self.life = Life()
+        self.settings = process.settings
+        self._process = process
+        self._start_engine = start_engine
+        self._gate = Gate(self.life, process.settings.max_outstanding)
+        self._engine: Engine | None = None
+        self._generations: Generations | None = None
+        self._updates: Updates | None = None
+
+    async def run(self) -> None:
+        """Starts the engine and watches it; ends only by raising EngineDead, or whatever the start raised."""
+        try:
+            engine = await self._start_engine(self._process)
+        except Exception as error:
+            self._failed(f"the engine did not start: {error}")
+            raise
+        self._engine = engine
+        if self.life.state != STARTING:  # stopped meanwhile
+            await engine.close()
+            return
+        self._generations = Generations(engine, self._gate, self._process.service.worker_id)
+        self._updates = Updates(
+            engine,
+            self.life,
+            self._gate,
+            commit_seconds=self.settings.commit_seconds,
+            probe_seconds=self.settings.probe_seconds,
+        )
+        self.life.move(STALE, f"{engine.info.backend} is up, no policy was published yet")
+        while (problem := engine.problem()) is None:  # noqa: ASYNC110 - a process that dies sets no event
+            await asyncio.sleep(WATCH_PERIOD_SECONDS)
+        self._failed(problem)
+        raise EngineDead(problem)
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None or self.life.state in (STOPPING, FAILED):
+            raise self.life.refusal()
+        return self._engine
+
+    @property
+    def generations(self) -> Generations:
+        if self._generations is None or self.life.state in (STOPPING, FAILED):
+            raise self.life.refusal()
+        return self._generations
+
+    @property
+    def updates(self) -> Updates:
+        if self._updates is None or self.life.state in (STOPPING, FAILED):
+            raise self.life.refusal()
+        return self._updates
+
+    def get_state(self) -> tenant_pb2.GetStateResponse:
+        """What the worker holds and can do. Raises Unavailable while the engine starts."""
+        if self._engine is None:
+            raise self.life.refusal()
+        info = self._engine.info
+        return tenant_pb2.GetStateResponse(
+            state=self.life.state,
+            policy=self.life.policy,
+            backend=info.backend,
+            pids=[os.getpid(), *info.pids],
+            transfer_ranks=info.transfer_ranks,
+            max_sequence_tokens=info.max_sequence_tokens,
+            dtype=info.dtype,
+        )
+
+    def describe(self, announcement: events_pb2.WorkerAnnouncement) -> None:
+        """Fills in what changes in the announcement."""
+        announcement.state = self.life.state
+        if self.life.policy is not None:
+            announcement.policy.CopyFrom(self.life.policy)
+
+    async def health_check(self) -> str | None:
+        """None once the engine is up and while it lives; a STALE worker is healthy: it waits for a publication."""
+        if self.life.state in (STARTING, STOPPING, FAILED):
+            return str(self.life.refusal())
+        return None if self._engine is None else self._engine.problem()
+
+    async def drain(self) -> None:
+        """Refuses work, ends what is under way, ends the engine."""
+        if self.life.state != FAILED:
+            self.life.move(STOPPING)
+        if self._generations is not None:
+            await self._generations.close(Unavailable("the worker is stopping; ask another"))
+        if self._updates is not None:
+            await self._updates.close()
+        if self._engine is not None:
+            await self._engine.close()
+
+    def _failed(self, reason: str) -> None:
+        if self.life.state not in (STOPPING, FAILED):
+            self.life.move(FAILED, reason)

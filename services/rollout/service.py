@@ -1,0 +1,133 @@
+"""The RPCs of a rollout worker: check, call the domain object, answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from antiphon.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from antiphon.tenant.v1 import tenant_pb2, tenant_pb2_grpc
+from antiphon.types.v1.chat_pb2 import TokenIds
+from google.protobuf.message import Message
+
+from services.common.errors import InvalidRequest
+from services.common.operations import Operations, Report
+from services.common.server import Server
+from services.rollout import validation
+from services.rollout.engine import Unmatched
+from services.rollout.rollout import Rollout
+from services.rollout.updates import Committed, Probe
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):  # type: ignore[misc]
+    """antiphon.rollout.v1.RolloutService."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+        self._joins: Operations[Unmatched] = Operations("JoinTransfer of epoch")
+        self._begins: Operations[None] = Operations("BeginUpdate")
+        self._commits: Operations[Committed] = Operations("CommitUpdate")
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        validation.check_generate(request, self._rollout.engine.info)
+        async with aclosing(self._rollout.generations.stream(request)) as trajectories:
+            async for trajectory in trajectories:
+                yield rollout_pb2.GenerateResponse(trajectory=trajectory)
+
+    async def Abort(self, request: rollout_pb2.AbortRequest, context: Context) -> rollout_pb2.AbortResponse:
+        aborted = await self._rollout.generations.abort(request.request_ids)
+        return rollout_pb2.AbortResponse(aborted=aborted)
+
+    async def Encode(self, request: rollout_pb2.EncodeRequest, context: Context) -> rollout_pb2.EncodeResponse:
+        encoded = await self._rollout.engine.encode(request.conversations)
+        return rollout_pb2.EncodeResponse(encoded=[TokenIds(ids=ids) for ids in encoded])
+
+    async def JoinTransfer(
+        self, request: rollout_pb2.JoinTransferRequest, context: Context
+    ) -> rollout_pb2.JoinTransferResponse:
+        updates = self._rollout.updates
+        rank = request.first_receiver_rank
+        last = rank + self._rollout.engine.info.transfer_ranks
+        if rank < 0 or last > request.manifest.receiver_ranks:
+            raise InvalidRequest(
+                f"JoinTransfer: receiver ranks {rank} to {last - 1} are not among the manifest's "
+                f"{request.manifest.receiver_ranks}"
+            )
+
+        async def work(_: Report) -> Unmatched:
+            return await updates.join(request.manifest, rank, deadline_seconds=self._rollout.settings.join_seconds)
+
+        key = str(request.manifest.epoch)
+        content = rollout_pb2.JoinTransferRequest(manifest=request.manifest, first_receiver_rank=rank)
+        unmatched = await self._joins.start_or_attach(key, _fingerprint(content), work).result()
+        return rollout_pb2.JoinTransferResponse(
+            unknown_tensors=unmatched.unknown,
+            missing_tensors=unmatched.missing,
+            differing_tensors=unmatched.differing,
+        )
+
+    async def BeginUpdate(
+        self, request: rollout_pb2.BeginUpdateRequest, context: Context
+    ) -> rollout_pb2.BeginUpdateResponse:
+        updates = self._rollout.updates
+        validation.check_begin_update(request)
+
+        async def work(_: Report) -> None:
+            await updates.begin(request.epoch, request.policy_version, deadline_seconds=request.deadline_seconds)
+
+        await self._begins.start_or_attach(request.request_id, _fingerprint(request), work).result()
+        return rollout_pb2.BeginUpdateResponse()
+
+    async def CommitUpdate(
+        self, request: rollout_pb2.CommitUpdateRequest, context: Context
+    ) -> rollout_pb2.CommitUpdateResponse:
+        updates = self._rollout.updates
+        validation.check_commit_update(request, self._rollout.engine.info)
+        probe = Probe(request.probe_token_ids, request.probe_logprobs, request.probe_tolerance)
+
+        async def work(_: Report) -> Committed:
+            return await updates.commit(request.policy, probe)
+
+        committed = await self._commits.start_or_attach(request.request_id, _fingerprint(request), work).result()
+        return rollout_pb2.CommitUpdateResponse(
+            transfer_seconds=committed.transfer_seconds,
+            load_seconds=committed.load_seconds,
+            pause_seconds=committed.pause_seconds,
+            probe_difference=committed.probe_difference,
+            bytes=committed.bytes,
+        )
+
+
+class TenantServicer(tenant_pb2_grpc.TenantServiceServicer):  # type: ignore[misc]
+    """antiphon.tenant.v1.TenantService."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+
+    async def GetState(self, request: tenant_pb2.GetStateRequest, context: Context) -> tenant_pb2.GetStateResponse:
+        return self._rollout.get_state()
+
+
+def add_to(server: Server, rollout: Rollout) -> None:
+    """Registers both services."""
+    server.add(
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
+        RolloutServicer(rollout),
+        rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,
+    )
+    server.add(
+        tenant_pb2_grpc.add_TenantServiceServicer_to_server,
+        TenantServicer(rollout),
+        tenant_pb2.DESCRIPTOR.services_by_name["TenantService"].full_name,
+    )
+
+
+def _fingerprint(request: Message) -> bytes:
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()

@@ -1,0 +1,91 @@
+"""Checks of every field before it reaches the engine: an engine may crash on what it does not expect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from antiphon.rollout.v1 import rollout_pb2
+
+from services.common.errors import InvalidRequest
+from services.rollout.engine import EngineInfo
+
+MOST_SAMPLES = 1024  # of one call
+
+
+def check_generate(request: rollout_pb2.GenerateRequest, info: EngineInfo) -> None:
+    """Raises InvalidRequest that names everything wrong with the request."""
+    sampling = request.sampling
+    prompt_tokens = len(request.prompt_token_ids)
+    problems: list[str] = []
+    if not request.request_id:
+        problems.append("request_id is empty")
+    if not request.prompt_id.dataset:
+        problems.append("prompt_id.dataset is empty")
+    if request.prompt_id.row < 0 or request.prompt_id.epoch < 0:
+        problems.append(
+            f"prompt_id: row {request.prompt_id.row} and epoch {request.prompt_id.epoch} must be at least 0"
+        )
+    if not 1 <= request.samples <= MOST_SAMPLES:
+        problems.append(f"samples must be from 1 to {MOST_SAMPLES}, it is {request.samples}")
+    if request.first_sample_number < 0:
+        problems.append(f"first_sample_number must be at least 0, it is {request.first_sample_number}")
+    if prompt_tokens == 0:
+        problems.append("prompt_token_ids is empty")
+    problems.extend(_outside("prompt_token_ids", request.prompt_token_ids, info.vocabulary_size))
+    problems.extend(_outside("stop_token_ids", sampling.stop_token_ids, info.vocabulary_size))
+    if sampling.max_tokens < 1:
+        problems.append(f"max_tokens must be at least 1, it is {sampling.max_tokens}")
+    elif prompt_tokens + sampling.max_tokens > info.max_sequence_tokens:
+        problems.append(
+            f"prompt of {prompt_tokens} + max_tokens of {sampling.max_tokens} = {prompt_tokens + sampling.max_tokens} "
+            f"tokens; the engine takes {info.max_sequence_tokens}: with this prompt max_tokens can be at most "
+            f"{max(info.max_sequence_tokens - prompt_tokens, 0)}"
+        )
+    problems.extend(_bad_temperature(sampling.temperature, info))
+    if problems:
+        raise InvalidRequest(f"Generate {request.request_id or '(no id)'}: " + "; ".join(problems))
+
+
+def check_begin_update(request: rollout_pb2.BeginUpdateRequest) -> None:
+    """Raises InvalidRequest unless the request makes sense by itself."""
+    if not request.request_id:
+        raise InvalidRequest("BeginUpdate: request_id is empty")
+    if request.policy_version < 0:
+        raise InvalidRequest(f"BeginUpdate: policy_version must be at least 0, it is {request.policy_version}")
+    if not 0 < request.deadline_seconds < math.inf:
+        raise InvalidRequest(f"BeginUpdate: deadline_seconds must be above 0, it is {request.deadline_seconds}")
+
+
+def check_commit_update(request: rollout_pb2.CommitUpdateRequest, info: EngineInfo) -> None:
+    """Raises InvalidRequest unless the request makes sense by itself; the update stays open."""
+    probe_tokens = len(request.probe_token_ids)
+    problems: list[str] = []
+    if not request.request_id:
+        problems.append("request_id is empty")
+    if probe_tokens < 2 or probe_tokens >= info.max_sequence_tokens:  # the engine samples one token after it
+        problems.append(f"the probe must have 2 to {info.max_sequence_tokens - 1} tokens, it has {probe_tokens}")
+    problems.extend(_outside("probe_token_ids", request.probe_token_ids, info.vocabulary_size))
+    if len(request.probe_logprobs) != max(probe_tokens - 1, 0):
+        problems.append(f"{len(request.probe_logprobs)} probe_logprobs for {probe_tokens} tokens; expected one less")
+    if not all(math.isfinite(value) for value in request.probe_logprobs):
+        problems.append("probe_logprobs must be finite")
+    if not 0 < request.probe_tolerance < math.inf:
+        problems.append(f"probe_tolerance must be above 0 and finite, it is {request.probe_tolerance}")
+    if problems:
+        raise InvalidRequest("CommitUpdate: " + "; ".join(problems))
+
+
+def _outside(field: str, token_ids: Iterable[int], vocabulary_size: int) -> list[str]:
+    bad = [token_id for token_id in token_ids if not 0 <= token_id < vocabulary_size]
+    if not bad:
+        return []
+    return [f"{field}: {bad[:5]} not in the vocabulary of {vocabulary_size} ({len(bad)} such ids)"]
+
+
+def _bad_temperature(temperature: float, info: EngineInfo) -> list[str]:
+    low, high = info.lowest_temperature, info.highest_temperature
+    # Half a step of float32 is allowed: 0.01 does not arrive as 0.01.
+    if temperature == 0 or low * (1 - 1e-6) <= temperature <= high * (1 + 1e-6):
+        return []
+    return [f"temperature must be 0 (greedy) or from {low} to {high}, it is {temperature}"]

@@ -1,0 +1,354 @@
+"""The engine on vLLM's AsyncLLM. The only file of this process that imports vllm."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from antiphon.types.v1.chat_pb2 import Conversation
+from antiphon.types.v1.transfer_pb2 import TransferManifest
+
+from services.common import errors
+from services.common.config import ProcessConfig
+from services.common.errors import ConfigError, Internal, InvalidRequest, Unavailable
+from services.rollout.child import PARENT_VARIABLE
+from services.rollout.config import RolloutConfig, environment
+from services.rollout.engine import EngineDead, EngineInfo, Received, Sample, SampleRequest, Span, Unmatched
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+TRANSFER_BACKEND = "antiphon"  # vllm_weights.py registers it
+POLL_SECONDS = 0.02
+ABORT_SECONDS = 10.0
+SHUTDOWN_SECONDS = 2.0
+# vLLM raises a temperature between 0 and 0.01 to 0.01, and refuses more than 2.
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
+
+
+class VllmEngine:
+    """One AsyncLLM with its engine core in a child process. Made by `start`."""
+
+    def __init__(self, llm: AsyncLLM, info: EngineInfo) -> None:
+        self._llm = llm
+        self._info = info
+        self._running: set[str] = set()
+        self._torn: str | None = None
+
+    @classmethod
+    async def start(cls, process: ProcessConfig[RolloutConfig]) -> VllmEngine:
+        """Starts vLLM with dummy weights: nothing is served before a publication, which fills every parameter.
+
+        vLLM is imported and built in a thread of its own, so the service answers meanwhile. That thread stays: the
+        engine core dies with the thread that made it.
+        """
+        max_sequence_tokens = _max_sequence_tokens(Path(process.model.path), process.settings)
+        loop = asyncio.get_running_loop()
+        built: asyncio.Future[AsyncLLM] = loop.create_future()
+
+        def settle(llm: AsyncLLM | None, error: BaseException | None) -> None:
+            if built.cancelled():
+                return
+            if llm is not None:
+                built.set_result(llm)
+            elif error is not None:
+                built.set_exception(error)
+
+        def build() -> None:
+            try:
+                llm, error = _build(process, max_sequence_tokens), None
+            except BaseException as caught:
+                llm, error = None, caught
+            loop.call_soon_threadsafe(settle, llm, error)
+            threading.Event().wait()  # for ever
+
+        begin = time.monotonic()
+        threading.Thread(target=build, name="vllm", daemon=True).start()
+        try:
+            llm = await built
+        except Exception as error:
+            raise Unavailable(f"vLLM did not start with {process.model.path}: {error!r}") from error
+        logger.info("vLLM is up after %.1f s", time.monotonic() - begin)
+        return cls(llm, _info(llm))
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def problem(self) -> str | None:
+        if self._torn is not None:
+            return self._torn
+        return f"vLLM's engine core (pid {self._info.pids}) is dead" if self._llm.errored else None
+
+    async def generate(self, request: SampleRequest) -> Sample:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        # Everything that decides the distribution is named; the rest of vLLM's defaults are neutral.
+        parameters = SamplingParams(
+            temperature=max(request.temperature, LOWEST_TEMPERATURE) if request.temperature > 0 else 0.0,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop_token_ids=list(request.stop_token_ids),
+            ignore_eos=True,  # only the stop tokens of the request count
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        prompt = tokens_input(list(request.prompt_token_ids), cache_salt=f"version {request.policy_version}")
+        self._running.add(request.id)
+        try:
+            output = await self._last_output(prompt, parameters, request.id)
+        finally:
+            self._running.discard(request.id)
+        return _sample(output, request.id)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        # vLLM ignores ids that it has not registered yet, so those are named again until they have ended.
+        end = time.monotonic() + ABORT_SECONDS
+        while waiting := self._running.intersection(ids):
+            if time.monotonic() > end:
+                raise Internal(f"vLLM did not end {sorted(waiting)[:5]} within {ABORT_SECONDS:.0f} s of being told to")
+            await self._llm.abort(list(waiting))
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
+        return await asyncio.to_thread(self._encode, conversations)
+
+    async def probe(self, token_ids: Sequence[int]) -> list[float]:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=1.0,
+            max_tokens=1,
+            prompt_logprobs=0,  # such requests read no cached keys and values
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._last_output(tokens_input(list(token_ids)), parameters, f"probe {time.monotonic_ns()}")
+        rows = output.prompt_logprobs
+        if rows is None or len(rows) != len(token_ids):
+            raise Internal(f"vLLM answered {rows and len(rows)} prompt log-probabilities for {len(token_ids)} tokens")
+        return [_of_token(row, token_id) for row, token_id in zip(rows[1:], token_ids[1:], strict=True)]
+
+    async def unmatched(self, manifest: TransferManifest) -> Unmatched:
+        found = (await self._on_workers("antiphon_unmatched", manifest.SerializeToString()))[0]
+        if "invalid" in found:
+            raise InvalidRequest(found["invalid"])
+        return Unmatched(tuple(found["unknown"]), tuple(found["missing"]), tuple(found["differing"]))
+
+    async def join(self, manifest: TransferManifest, first_receiver_rank: int, *, deadline_seconds: float) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._guarded(
+            self._llm.init_weight_transfer_engine(
+                WeightTransferInitRequest(
+                    init_info={
+                        "manifest": manifest.SerializeToString(),
+                        "first_receiver_rank": first_receiver_rank,
+                        "deadline_seconds": deadline_seconds,
+                    }
+                )
+            )
+        )
+        await self._reached("joined")
+
+    async def begin_receive(self, *, deadline_seconds: float) -> None:
+        await self._on_workers("antiphon_receive", deadline_seconds)
+
+    async def received(self) -> Received:
+        states = await self._reached("received")
+        digests = {state["digest"] for state in states}
+        if len(digests) != 1:
+            raise Unavailable(f"the engine's workers received different weights: digests {sorted(digests)}")
+        return Received(
+            digest=digests.pop(),
+            bytes=sum(state["bytes"] for state in states),
+            seconds=max(state["seconds"] for state in states),
+        )
+
+    async def load(self, policy_version: int) -> None:
+        try:
+            refusals = await self._on_workers("antiphon_load")
+            if any(refusals):
+                raise Unavailable(f"nothing was loaded: {next(filter(None, refusals))}")
+            if not await self._guarded(self._llm.reset_prefix_cache()):
+                raise Unavailable("vLLM did not drop its prefix cache: something still runs")
+            await self._guarded(self._llm.update_weight_version(str(policy_version)))
+        except Internal as error:
+            self._torn = f"the model is torn, loading version {policy_version} broke: {error}"
+            raise EngineDead(self._torn) from error
+
+    async def give_up_receive(self) -> None:
+        await self._on_workers("antiphon_give_up")
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
+
+    def _encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
+        import jinja2
+
+        tokenizer: Any = self._llm.get_tokenizer()
+        encoded = []
+        for number, conversation in enumerate(conversations):
+            messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
+            try:
+                # Without return_dict=False it answers a BatchEncoding, whose iteration gives keys.
+                ids = tokenizer.apply_chat_template(
+                    messages, tokenize=True, add_generation_prompt=True, return_dict=False
+                )
+            except (jinja2.TemplateError, ValueError, IndexError, KeyError) as error:
+                raise InvalidRequest(f"conversation {number}: the chat template refuses it: {error}") from None
+            encoded.append([int(token_id) for token_id in ids])
+        return encoded
+
+    async def _last_output(self, prompt: Any, parameters: Any, request_id: str) -> RequestOutput:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        last = None
+        try:
+            async for output in self._llm.generate(prompt, parameters, request_id):
+                last = output
+        except EngineDeadError as error:
+            raise EngineDead(f"{request_id}: {self.problem() or error}") from error
+        except EngineGenerateError as error:
+            raise Internal(f"{request_id}: vLLM failed: {error.__cause__!r}") from error
+        if last is None:
+            raise Internal(f"{request_id}: vLLM answered nothing")
+        return last
+
+    async def _on_workers(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = await self._guarded(self._llm.collective_rpc(method, args=args))
+        return answers
+
+    async def _guarded(self, call: Any) -> Any:
+        """A call to the engine core, with its errors as ours: EngineDead, or Internal for what it raised."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await call
+        except EngineDeadError as error:
+            raise EngineDead(self.problem() or str(error)) from error
+        except Exception as error:
+            raise Internal(f"vLLM's engine core failed: {error}") from error
+
+    async def _reached(self, phase: str) -> list[dict[str, Any]]:
+        """The states of all workers once they are in `phase`; they wait with deadlines of their own."""
+        while True:
+            states = await self._on_workers("antiphon_transfer_state")
+            for state in states:
+                if state["phase"] == "failed":
+                    raise getattr(errors, state["error"])(state["message"])
+            if all(state["phase"] == phase for state in states):
+                return states
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def _max_sequence_tokens(model: Path, settings: RolloutConfig) -> int:
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {model} is no Hugging Face folder: config.json: {error}") from None
+    own = config.get("max_position_embeddings", settings.max_sequence_tokens)
+    if own < settings.max_sequence_tokens:
+        logger.warning(
+            "max_sequence_tokens: %d, the model's own limit, instead of %d", own, settings.max_sequence_tokens
+        )
+    return min(int(own), settings.max_sequence_tokens)
+
+
+def _build(process: ProcessConfig[RolloutConfig], max_sequence_tokens: int) -> AsyncLLM:
+    """Imports and starts vLLM; the environment is inherited by the child in which the model lives."""
+    os.environ.update(environment(process.settings))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    settings = process.settings
+    arguments = AsyncEngineArgs(
+        model=process.model.path,
+        dtype=process.model.dtype,
+        load_format="dummy",
+        generation_config="vllm",  # the model folder's sampling defaults have no say
+        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
+        max_model_len=max_sequence_tokens,
+        max_num_seqs=settings.max_running,
+        kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30),
+        enable_prefix_caching=settings.prefix_cache,
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+        weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
+        worker_extension_cls="services.rollout.vllm_weights.WorkerExtension",
+        disable_log_stats=True,
+        seed=0,
+    )
+    main = sys.modules["__main__"]
+    own = main.__spec__
+    main.__spec__ = importlib.util.find_spec("services.rollout.child")
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    finally:
+        main.__spec__ = own
+
+
+def _info(llm: AsyncLLM) -> EngineInfo:
+    import vllm
+
+    manager = llm.engine_core.resources.engine_manager
+    return EngineInfo(
+        backend=f"vllm {vllm.__version__}",
+        pids=tuple(child.pid for child in manager.processes),
+        transfer_ranks=llm.vllm_config.parallel_config.world_size,
+        max_sequence_tokens=llm.model_config.max_model_len,
+        dtype=str(llm.model_config.dtype).removeprefix("torch."),
+        vocabulary_size=llm.model_config.get_vocab_size(),
+        lowest_temperature=LOWEST_TEMPERATURE,
+        highest_temperature=HIGHEST_TEMPERATURE,
+    )
+
+
+def _sample(output: RequestOutput, request_id: str) -> Sample:
+    (completion,) = output.outputs
+    token_ids = list(completion.token_ids)
+    rows = completion.logprobs
+    if rows is None or len(rows) != len(token_ids):
+        raise Internal(
+            f"{request_id}: vLLM answered {rows and len(rows)} log-probabilities for {len(token_ids)} tokens"
+        )
+    reasons = {"stop": "stop", "length": "length", "abort": "aborted"}
+    reason = reasons.get(completion.finish_reason or "")
+    if reason is None:
+        raise Internal(f"{request_id}: vLLM ended with {completion.finish_reason!r}")
+    return Sample(
+        token_ids=token_ids,
+        logprobs=[_of_token(row, token_id) for row, token_id in zip(rows, token_ids, strict=True)],
+        finish_reason=reason,  # type: ignore[arg-type]
+        spans=tuple(Span(span.start, span.end, int(span.version)) for span in completion.weight_versions or ()),
+    )
+
+
+def _of_token(row: Any, token_id: int) -> float:
+    """The log-probability of that very token in one row of vLLM's answer, never merely the first entry."""
+    if row is None or token_id not in row:
+        raise Internal(f"vLLM answered no log-probability for token {token_id}, only for {list(row or ())}")
+    return float(row[token_id].logprob)
