@@ -1,0 +1,247 @@
+"""The learner of one model: which version it is, which Steps were applied, which transfer epoch it is in.
+
+It outlives its ranks. Everything that can be said without them, or after they are lost, is said here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from antiphon.learner.v1 import learner_pb2, ranks_pb2
+from antiphon.tenant.v1 import tenant_pb2
+from antiphon.types.v1 import chat_pb2, policy_pb2, transfer_pb2
+from google.protobuf.message import Message
+
+from services.common.errors import AntiphonError, Conflict, Expired, InvalidRequest, Unavailable
+from services.common.operations import Operation, Operations, Report
+from services.learner.batch_checks import check_step
+from services.learner.ranks import Ranks
+
+STEPS_REMEMBERED = 1024
+STEPS_REMEMBERED_SECONDS = 24 * 3600.0
+"""The answers of so many Steps, at most so old, are kept for a repeat; after that a repeat is a Conflict."""
+
+
+class _Epoch:
+    """One transfer group: asked for, described, then connected in the background, then perhaps broken."""
+
+    def __init__(self, request: learner_pb2.JoinTransferRequest) -> None:
+        self.request = request
+        self.manifest: asyncio.Future[transfer_pb2.TransferManifest] = asyncio.get_running_loop().create_future()
+        self.connected: asyncio.Task[None] | None = None
+        self.broken: str | None = None
+
+    def break_off(self, error: AntiphonError) -> None:
+        """From now on this epoch is of no use, and here is why."""
+        self.broken = str(error)
+        if not self.manifest.done():
+            self.manifest.set_exception(error)
+            self.manifest.exception()  # nobody may be waiting
+
+
+class Learner:
+    """Serialises the work of the ranks, and remembers. All methods run in one event loop."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._turn = asyncio.Lock()  # first come, first served
+        self._policy = policy_pb2.Policy(version=0)
+        self._steps: Operations[learner_pb2.StepResult] = Operations("step", STEPS_REMEMBERED, STEPS_REMEMBERED_SECONDS)
+        self._publications: Operations[learner_pb2.PublishResult] = Operations("publication")
+        self._exports: Operations[learner_pb2.ExportResult] = Operations("export")
+        self._epoch: _Epoch | None = None
+
+    @property
+    def policy(self) -> policy_pb2.Policy:
+        """The current one; its digest is known after its first publication."""
+        copy = policy_pb2.Policy()
+        copy.CopyFrom(self._policy)
+        return copy
+
+    async def forward(
+        self, header: learner_pb2.ForwardHeader, sequences: Sequence[learner_pb2.Sequence]
+    ) -> list[learner_pb2.ForwardResponse]:
+        """Log-probs under the current policy, in the order asked."""
+        longest = self._ranks.hello.max_sequence_tokens
+        if not 0.0 < header.temperature < float("inf"):
+            raise InvalidRequest(f"forward: temperature {header.temperature}; expected one above 0")
+        seen: set[str] = set()
+        for sequence in sequences:
+            if sequence.id in seen:
+                raise InvalidRequest(f"forward: sequence {sequence.id} came twice")
+            if not 0 < len(sequence.token_ids) <= longest:
+                count = len(sequence.token_ids)
+                raise InvalidRequest(f"forward: sequence {sequence.id}: {count} tokens; expected 1 to {longest}")
+            seen.add(sequence.id)
+        if not sequences:
+            return []
+        async with self._turn:
+            work = ranks_pb2.RankForward(header=header, sequences=sequences)
+            reply = await self._ranks.run(ranks_pb2.RankCommand(forward=work))
+            for response in reply.forward.responses:
+                response.policy.CopyFrom(self._policy)
+            return list(reply.forward.responses)
+
+    async def encode(self, conversations: Sequence[chat_pb2.Conversation]) -> list[chat_pb2.TokenIds]:
+        async with self._turn:
+            work = ranks_pb2.RankEncode(conversations=conversations)
+            reply = await self._ranks.run(ranks_pb2.RankCommand(encode=work))
+            return list(reply.encode.encoded)
+
+    async def train_step(
+        self, header: learner_pb2.StepHeader, trajectories: Sequence[learner_pb2.TrainTrajectory]
+    ) -> Operation[learner_pb2.StepResult]:
+        """Begins the Step, or attaches to the one of that id. Raises InvalidRequest, Conflict.
+
+        Its work goes on whatever becomes of the caller; its result is remembered (STEPS_REMEMBERED).
+        """
+        longest = self._ranks.hello.max_sequence_tokens
+        # Large batches: the loop must go on answering while this one is checked.
+        await asyncio.to_thread(check_step, header, trajectories, longest)
+        fingerprint = hashlib.sha256(header.SerializeToString(deterministic=True)).digest()  # holds the batch's digest
+
+        async def work(report: Report) -> learner_pb2.StepResult:
+            async with self._turn:
+                expected = self._policy.version + 1
+                if header.step_id != expected:
+                    raise Conflict(f"step {header.step_id}: the policy is version {expected - 1}; expected {expected}")
+                command = ranks_pb2.RankTrainStep(header=header, trajectories=trajectories)
+                reply = await self._ranks.run(ranks_pb2.RankCommand(train_step=command), report)
+                self._policy = policy_pb2.Policy(version=header.step_id)
+                reply.step.policy.CopyFrom(self._policy)
+                return reply.step
+
+        return self._steps.start_or_attach(str(header.step_id), fingerprint, work)
+
+    async def join_transfer(self, request: learner_pb2.JoinTransferRequest) -> transfer_pb2.TransferManifest:
+        """Enters the epoch and answers how to join it; the ranks wait for the receivers in the background.
+
+        A failure of that is told by `publish`. Raises Conflict for an older epoch, or this one with other settings.
+        """
+        _ = self._ranks.hello
+        if request.receiver_ranks < 1 or request.bucket_bytes < 1 or request.deadline_seconds <= 0:
+            raise InvalidRequest(
+                f"epoch {request.epoch}: receiver_ranks {request.receiver_ranks}, bucket_bytes {request.bucket_bytes}, "
+                f"deadline_seconds {request.deadline_seconds}; expected all above 0"
+            )
+        if request.transport != transfer_pb2.TRANSPORT_GLOO:
+            raise InvalidRequest(f"epoch {request.epoch}: transport {request.transport} is not built in; expected gloo")
+        now = self._epoch
+        if now is not None and request.epoch < now.request.epoch:
+            raise Conflict(f"epoch {request.epoch} is over: this learner is in epoch {now.request.epoch}")
+        if now is None or request.epoch > now.request.epoch:
+            if now is not None and now.connected is not None:
+                now.connected.cancel()
+            now = self._epoch = _Epoch(request)
+            now.connected = asyncio.create_task(self._enter(now))
+        elif _settings(request) != _settings(now.request):
+            raise Conflict(f"epoch {request.epoch}: joined before with other settings; use a new epoch")
+        return await asyncio.shield(now.manifest)
+
+    async def _enter(self, epoch: _Epoch) -> None:
+        begin = time.monotonic()
+        try:
+            async with self._turn:
+                work = ranks_pb2.RankJoinTransfer(request=epoch.request)
+                reply = await self._ranks.run(ranks_pb2.RankCommand(join_transfer=work))
+            epoch.manifest.set_result(reply.manifest)
+            connect = ranks_pb2.RankConnectTransfer(
+                manifest=reply.manifest,
+                deadline_seconds=max(epoch.request.deadline_seconds - (time.monotonic() - begin), 0.001),
+            )
+            await self._ranks.run(ranks_pb2.RankCommand(connect_transfer=connect))
+        except AntiphonError as error:
+            epoch.break_off(error)
+        except asyncio.CancelledError:
+            epoch.break_off(Conflict(f"epoch {epoch.request.epoch} is over: a newer one began"))
+            raise
+
+    def publish(self, request: learner_pb2.PublishRequest) -> Operation[learner_pb2.PublishResult]:
+        """Begins to send the current policy over the connected group, or attaches to that request."""
+        _ = self._ranks.hello
+        return self._publications.start_or_attach(
+            request.request_id, _settings(request), lambda report: self._publish(request, report)
+        )
+
+    async def _publish(self, request: learner_pb2.PublishRequest, report: Report) -> learner_pb2.PublishResult:
+        end = time.monotonic() + request.deadline_seconds
+        epoch = self._current_epoch(request.epoch)
+        report("connecting", 0, 0)
+        assert epoch.connected is not None
+        done, _ = await asyncio.wait({epoch.connected}, timeout=request.deadline_seconds)
+        if not done:
+            raise Expired(f"epoch {request.epoch}: not every receiver came within {request.deadline_seconds:.0f} s")
+        async with self._turn:
+            epoch = self._current_epoch(request.epoch)
+            if epoch.broken is not None:
+                raise Unavailable(f"epoch {request.epoch} cannot be used any more, make a new one: {epoch.broken}")
+            if request.policy_version != self._policy.version:
+                raise Conflict(f"publish version {request.policy_version}: the policy is at {self._policy.version}")
+            ours = learner_pb2.PublishRequest()
+            ours.CopyFrom(request)
+            ours.deadline_seconds = end - time.monotonic()
+            if ours.deadline_seconds <= 0:
+                raise Expired(f"publish version {request.policy_version}: the deadline passed before its turn came")
+            try:
+                reply = await self._ranks.run(
+                    ranks_pb2.RankCommand(publish=ranks_pb2.RankPublish(request=ours)), report
+                )
+            except AntiphonError as error:
+                epoch.break_off(error)
+                raise
+            self._policy.digest = reply.publish.policy.digest
+            reply.publish.policy.CopyFrom(self._policy)
+            return reply.publish
+
+    def _current_epoch(self, number: int) -> _Epoch:
+        if self._epoch is None or self._epoch.request.epoch != number:
+            current = "in none" if self._epoch is None else f"in epoch {self._epoch.request.epoch}"
+            raise Conflict(f"epoch {number}: this learner is {current}; join first")
+        return self._epoch
+
+    def export(self, request: learner_pb2.ExportRequest) -> Operation[learner_pb2.ExportResult]:
+        """Begins to write the current policy to a new folder, or attaches to that request."""
+        _ = self._ranks.hello
+        if not Path(request.path).is_absolute():
+            raise InvalidRequest(f"export to {request.path!r}: expected an absolute path")
+
+        async def work(report: Report) -> learner_pb2.ExportResult:
+            async with self._turn:
+                reply = await self._ranks.run(
+                    ranks_pb2.RankCommand(export=ranks_pb2.RankExport(request=request)), report
+                )
+                reply.export.policy.CopyFrom(self._policy)
+                return reply.export
+
+        return self._exports.start_or_attach(request.request_id, _settings(request), work)
+
+    def describe(self) -> tenant_pb2.GetStateResponse:
+        """State, policy and children, as they are now; also before the ranks are up and after they are lost."""
+        state = tenant_pb2.GetStateResponse(
+            policy=self._policy, pids=[os.getpid(), *self._ranks.pids], transfer_ranks=self._ranks.count
+        )
+        try:
+            hello = self._ranks.hello
+        except Unavailable:
+            is_lost = self._ranks.is_lost
+            state.state = tenant_pb2.WORKER_STATE_FAILED if is_lost else tenant_pb2.WORKER_STATE_STARTING
+            return state
+        state.state = tenant_pb2.WORKER_STATE_READY
+        state.backend, state.dtype = hello.backend, hello.dtype
+        state.max_sequence_tokens = hello.max_sequence_tokens
+        return state
+
+
+def _settings(request: Message) -> bytes:
+    """What makes two requests the same request: everything but how it is called and how long it may take."""
+    copy = type(request)()
+    copy.CopyFrom(request)
+    for name in ("request_id", "deadline_seconds"):
+        if name in copy.DESCRIPTOR.fields_by_name:
+            copy.ClearField(name)
+    return copy.SerializeToString(deterministic=True)

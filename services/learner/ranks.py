@@ -1,0 +1,380 @@
+"""The ranks of a learner as the service's parent process sees them: children that it starts, feeds and watches.
+
+Every rank gets every command. A command is over when every rank has answered it; rank 0's answer is the result. There
+are two kinds of failure:
+- an error of services/common/errors.py, answered by a rank that goes on: it is raised to whoever asked;
+- the loss of a rank (its process ended, or it answered with any other exception, or nobody said anything for
+  `silence_seconds` in the middle of work): the collectives of the others cannot end any more, so all are ended. Whoever
+  waits gets Unavailable with the first cause, its traceback and the log that has the rest. Ranks are not started again:
+  their weights and optimizer state are gone; the service says so, and a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from antiphon.learner.v1 import ranks_pb2
+
+from services.common import errors, processes
+from services.common.errors import AntiphonError, Internal, Unavailable
+from services.common.operations import Report
+from services.learner.framing import framed, read_message
+
+logger = logging.getLogger(__name__)
+
+JUDGE_SECONDS = 0.3
+"""After the first sign of a loss the others have so long to give theirs, so that the cause is told from its echoes."""
+STOP_SECONDS = 5.0
+WATCH_PERIOD_SECONDS = 1.0
+TRACEBACK_CHARACTERS = 4000
+
+
+class Ranks(Protocol):
+    """What the learner needs of its ranks; tests put a twin without processes in their place."""
+
+    @property
+    def hello(self) -> ranks_pb2.RankHello:
+        """Rank 0's. Raises Unavailable before every rank has loaded the model, and after one was lost."""
+        ...
+
+    @property
+    def pids(self) -> list[int]: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with them; None when they work."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """A rank was lost, for good."""
+        ...
+
+    async def run(self, command: ranks_pb2.RankCommand, report: Report | None = None) -> ranks_pb2.RankReply:
+        """Has every rank do the command; answers rank 0's reply, or raises what the first failing rank said."""
+        ...
+
+
+@dataclass
+class _Rank:
+    number: int
+    log: Path
+    process: asyncio.subprocess.Process | None = None
+    writer: asyncio.StreamWriter | None = None
+
+
+@dataclass
+class _Pending:
+    """A command under way."""
+
+    report: Report | None
+    may_wait: bool
+    """It waits for others than the ranks, so silence is no sign of death."""
+    result: asyncio.Future[ranks_pb2.RankReply]
+    answered: set[int] = field(default_factory=set)
+    first_reply: ranks_pb2.RankReply | None = None
+    first_error: AntiphonError | None = None
+
+
+class _Sign(enum.IntEnum):
+    """Signs of a loss, the likelier cause first: whoever dies without a word is not complaining of another."""
+
+    DIED_SILENTLY = 0
+    FAILED = 1
+    CLOSED = 2
+    DIED_AFTER_FAILING = 3
+
+
+@dataclass
+class _Loss:
+    sign: _Sign
+    rank: int
+    text: str
+
+
+RankCommandLine = Callable[[int, Path, Path], Sequence[str]]
+"""(rank, socket, rendezvous file) → the command that starts it."""
+
+
+def rank_command_line(config: Path, ranks: int, module: str = "services.learner.rank_main") -> RankCommandLine:
+    """How ranks are started: `module` parses these options (services/learner/rank_main.py)."""
+
+    def command(rank: int, socket: Path, rendezvous: Path) -> list[str]:
+        options = {
+            "config": config,
+            "socket": socket,
+            "rendezvous": rendezvous,
+            "rank": rank,
+            "ranks": ranks,
+        }
+        arguments = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        return [sys.executable, "-m", module, *arguments]
+
+    return command
+
+
+def threads_for_each(ranks: int) -> int:
+    """Cores of this process, shared out."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+class RankProcesses:
+    """See the module's docstring. Make it, `start` it in the event loop of the process's main thread, `stop` it."""
+
+    def __init__(
+        self,
+        count: int,
+        command_line: RankCommandLine,
+        log_folder: Path,
+        log_name: str,
+        *,
+        environment: dict[str, str],
+        start_seconds: float,
+        silence_seconds: float,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._command_line = command_line
+        self._ranks = [_Rank(number, log_folder / f"{log_name}-rank{number}.log") for number in range(count)]
+        self._environment = environment
+        self._start_seconds = start_seconds
+        self._silence_seconds = silence_seconds
+        self.on_change = on_change
+        self._hellos: dict[int, ranks_pb2.RankHello] = {}
+        self._ready: asyncio.Future[None] | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._next_id = 1
+        self._last_word = time.monotonic()
+        self._losses: list[_Loss] = []
+        self._problem: str | None = None
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._folder: Path | None = None
+        self._server: asyncio.Server | None = None
+        self.lost = asyncio.Event()
+        """Set once, when a rank was lost and all are being ended."""
+
+    @property
+    def hello(self) -> ranks_pb2.RankHello:
+        if self._problem is not None:
+            raise Unavailable(self._problem)
+        if len(self._hellos) < self.count:
+            raise Unavailable(f"{self.count - len(self._hellos)} of {self.count} ranks are still loading the model")
+        return self._hellos[0]
+
+    @property
+    def pids(self) -> list[int]:
+        return [r.process.pid for r in self._ranks if r.process is not None and r.process.returncode is None]
+
+    @property
+    def count(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def problem(self) -> str | None:
+        if self._problem is None and len(self._hellos) < self.count:
+            return f"{len(self._hellos)} of {self.count} ranks have loaded the model"
+        return self._problem
+
+    @property
+    def is_lost(self) -> bool:
+        return self.lost.is_set()
+
+    async def start(self) -> None:
+        """Starts all ranks and waits until each has loaded the model. Raises Unavailable with the first cause."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        # Short and private: a Unix socket's path has at most 107 bytes, and only this user may connect.
+        self._folder = Path(tempfile.mkdtemp(prefix="antiphon-"))
+        socket, rendezvous = self._folder / "ranks", self._folder / "rendezvous"
+        self._server = await asyncio.start_unix_server(self._connected, str(socket))
+        self._last_word = time.monotonic()
+        try:
+            for rank in self._ranks:
+                rank.log.parent.mkdir(parents=True, exist_ok=True)
+                command = self._command_line(rank.number, socket, rendezvous)
+                rank.process = await processes.spawn(command, environment=self._environment, log=rank.log)
+                self._task(self._watch_process(rank))
+            self._task(self._watch_silence())
+            await asyncio.wait_for(asyncio.shield(self._ready), self._start_seconds)
+        except TimeoutError:
+            missing = [rank.number for rank in self._ranks if rank.number not in self._hellos]
+            self._end_all(
+                f"ranks {missing} had not loaded the model after {self._start_seconds:.0f} s; "
+                f"logs: {', '.join(str(self._ranks[number].log) for number in missing)}"
+            )
+            raise Unavailable(self._problem or "") from None
+
+    async def run(self, command: ranks_pb2.RankCommand, report: Report | None = None) -> ranks_pb2.RankReply:
+        _ = self.hello  # raises while they cannot work
+        command.id = self._next_id
+        self._next_id += 1
+        pending = _Pending(report, command.HasField("connect_transfer"), asyncio.get_running_loop().create_future())
+        if not self._working():
+            self._last_word = time.monotonic()
+        self._pending[command.id] = pending
+        data = framed(command)
+        try:
+            for rank in self._ranks:
+                if rank.writer is not None:
+                    rank.writer.write(data)
+            # A cancelled caller leaves the command to its end: the ranks are doing it.
+            return await asyncio.shield(pending.result)
+        finally:
+            if pending.result.done():
+                self._pending.pop(command.id, None)
+
+    async def stop(self) -> None:
+        """Ends the ranks: asks them, then SIGTERM, then SIGKILL. Commands under way get Unavailable."""
+        self._stopping = True
+        if self._problem is None:
+            self._problem = "the learner is stopping"
+        self._fail_pending()
+        for rank in self._ranks:
+            if rank.writer is not None:
+                rank.writer.write(framed(ranks_pb2.RankCommand(shutdown=ranks_pb2.RankShutdown())))
+                rank.writer.close()
+        ending = [processes.stop(r.process, STOP_SECONDS) for r in self._ranks if r.process is not None]
+        await asyncio.gather(*ending)
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            self._server.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One rank's connection, from its first word to the end."""
+        rank: _Rank | None = None
+        while (reply := await read_message(reader, ranks_pb2.RankReply)) is not None:
+            self._last_word = time.monotonic()
+            if rank is None:
+                rank = self._ranks[reply.rank]
+                rank.writer = writer
+            self._heard(rank, reply)
+        if rank is not None and not self._stopping:
+            rank.writer = None
+            self._lost(_Sign.CLOSED, rank.number, f"rank {rank.number} closed its connection; log: {rank.log}")
+
+    def _heard(self, rank: _Rank, reply: ranks_pb2.RankReply) -> None:
+        part = reply.WhichOneof("part")
+        if part == "hello":
+            self._hellos[rank.number] = reply.hello
+            if len(self._hellos) == self.count and self._ready is not None and not self._ready.done():
+                self._ready.set_result(None)
+                self.on_change()
+            return
+        if part == "failure" and (reply.id not in self._pending or _error_class(reply.failure) is None):
+            self._lost(_Sign.FAILED, rank.number, _told(rank, reply.failure))
+            return
+        pending = self._pending.get(reply.id)
+        if pending is None:
+            return
+        if part == "progress":
+            if rank.number == 0 and pending.report is not None:
+                pending.report(reply.progress.phase, reply.progress.done, reply.progress.of)
+            return
+        pending.answered.add(rank.number)
+        if part == "failure" and pending.first_error is None:
+            pending.first_error = (_error_class(reply.failure) or Internal)(reply.failure.message)
+        if rank.number == 0:
+            pending.first_reply = reply
+        if len(pending.answered) == self.count and not pending.result.done():
+            self._pending.pop(reply.id)
+            if pending.first_error is not None:
+                pending.result.set_exception(pending.first_error)
+            elif pending.first_reply is not None:
+                pending.result.set_result(pending.first_reply)
+
+    async def _watch_process(self, rank: _Rank) -> None:
+        assert rank.process is not None
+        code = await rank.process.wait()
+        if not self._stopping:
+            failed = any(loss.rank == rank.number and loss.sign is _Sign.FAILED for loss in self._losses)
+            sign = _Sign.DIED_AFTER_FAILING if failed else _Sign.DIED_SILENTLY
+            text = f"rank {rank.number} (pid {rank.process.pid}) {_ended(code)}; log: {rank.log}"
+            self._lost(sign, rank.number, text)
+
+    async def _watch_silence(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_SECONDS)
+            silence = time.monotonic() - self._last_word
+            if self._working() and silence > self._silence_seconds:
+                logs = ", ".join(str(rank.log) for rank in self._ranks)
+                self._end_all(f"no rank has said anything for {silence:.0f} s in the middle of work; logs: {logs}")
+
+    def _working(self) -> bool:
+        return any(not pending.may_wait for pending in self._pending.values())
+
+    def _lost(self, sign: _Sign, rank: int, text: str) -> None:
+        if self._problem is not None:
+            return
+        self._losses.append(_Loss(sign, rank, text))
+        if len(self._losses) == 1:
+            self._task(self._judge())
+
+    async def _judge(self) -> None:
+        """Finds the cause among the signs: the first of the likeliest kind."""
+        await asyncio.sleep(JUDGE_SECONDS)
+        self._end_all(min(self._losses, key=lambda loss: loss.sign).text)
+
+    def _end_all(self, problem: str) -> None:
+        if self._problem is not None:
+            return
+        self._problem = problem
+        logger.error("the ranks are lost: %s", problem)
+        for rank in self._ranks:
+            if rank.process is not None and rank.process.returncode is None:
+                rank.process.kill()  # it may sit in a collective that can never end
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(Unavailable(problem))
+        self._fail_pending()
+        self.lost.set()
+        self.on_change()
+
+    def _fail_pending(self) -> None:
+        pending, self._pending = self._pending, {}
+        for command in pending.values():
+            if not command.result.done():
+                command.result.set_exception(Unavailable(self._problem or "the learner is stopping"))
+                command.result.exception()  # its caller may be gone
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _error_class(failure: ranks_pb2.RankFailure) -> type[AntiphonError] | None:
+    """The error a rank that goes on has raised; None when it is lost."""
+    known = getattr(errors, failure.error, None)
+    if isinstance(known, type) and issubclass(known, AntiphonError) and known is not Internal:
+        return known
+    return None
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    if -code == signal.SIGKILL:
+        return "was killed by SIGKILL (by somebody, or by the kernel because memory ran out)"
+    return f"was ended by {signal.Signals(-code).name}"
+
+
+def _told(rank: _Rank, failure: ranks_pb2.RankFailure) -> str:
+    trace = failure.traceback[-TRACEBACK_CHARACTERS:]
+    return f"rank {rank.number} failed: {failure.message}; log: {rank.log}\n{trace}"

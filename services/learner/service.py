@@ -1,0 +1,99 @@
+"""gRPC to and from the learner: check, call, answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from antiphon.learner.v1 import learner_pb2, learner_pb2_grpc
+from antiphon.tenant.v1 import tenant_pb2, tenant_pb2_grpc
+from antiphon.types.v1 import progress_pb2
+
+from services.common.errors import InvalidRequest, Unavailable
+from services.learner.learner import Learner
+
+
+class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
+    """LearnerService over one Learner."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    async def Forward(
+        self, request_iterator: AsyncIterator[learner_pb2.ForwardRequest], context: Any
+    ) -> AsyncIterator[learner_pb2.ForwardResponse]:
+        header, sequences = await _header_and_rest(request_iterator, "sequence")
+        for response in await self._learner.forward(header, sequences):
+            yield response
+
+    async def TrainStep(
+        self, request_iterator: AsyncIterator[learner_pb2.TrainStepRequest], context: Any
+    ) -> AsyncIterator[learner_pb2.TrainStepResponse]:
+        header, trajectories = await _header_and_rest(request_iterator, "trajectory")
+        operation = await self._learner.train_step(header, trajectories)
+        async for said in operation.follow():
+            yield _response(learner_pb2.TrainStepResponse, said)
+
+    async def Encode(self, request: learner_pb2.EncodeRequest, context: Any) -> learner_pb2.EncodeResponse:
+        return learner_pb2.EncodeResponse(encoded=await self._learner.encode(request.conversations))
+
+    async def JoinTransfer(
+        self, request: learner_pb2.JoinTransferRequest, context: Any
+    ) -> learner_pb2.JoinTransferResponse:
+        return learner_pb2.JoinTransferResponse(manifest=await self._learner.join_transfer(request))
+
+    async def Publish(
+        self, request: learner_pb2.PublishRequest, context: Any
+    ) -> AsyncIterator[learner_pb2.PublishResponse]:
+        _require_id(request)
+        async for said in self._learner.publish(request).follow():
+            yield _response(learner_pb2.PublishResponse, said)
+
+    async def Export(
+        self, request: learner_pb2.ExportRequest, context: Any
+    ) -> AsyncIterator[learner_pb2.ExportResponse]:
+        _require_id(request)
+        async for said in self._learner.export(request).follow():
+            yield _response(learner_pb2.ExportResponse, said)
+
+
+class TenantServicer(tenant_pb2_grpc.TenantServiceServicer):
+    """TenantService of a learner."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    async def GetState(self, request: tenant_pb2.GetStateRequest, context: Any) -> tenant_pb2.GetStateResponse:
+        state = self._learner.describe()
+        if state.state == tenant_pb2.WORKER_STATE_STARTING:
+            raise Unavailable("the learner's ranks are still loading the model; ask again")
+        return state
+
+
+async def _header_and_rest(requests: AsyncIterator[Any], kind: str) -> tuple[Any, list[Any]]:
+    """A stream of one header and then messages of one kind. Raises InvalidRequest for any other order."""
+    header: Any = None
+    rest: list[Any] = []
+    async for request in requests:
+        part = request.WhichOneof("part")
+        if part != ("header" if header is None else kind):
+            expected = "the header" if header is None else f"a {kind}"
+            number = len(rest) + (header is not None)
+            raise InvalidRequest(f"message {number} of the stream: expected {expected}, got {part}")
+        if header is None:
+            header = request.header
+        else:
+            rest.append(getattr(request, kind))
+    if header is None:
+        raise InvalidRequest("the stream ended before its header")
+    return header, rest
+
+
+def _require_id(request: learner_pb2.PublishRequest | learner_pb2.ExportRequest) -> None:
+    if not request.request_id:
+        name = type(request).__name__
+        raise InvalidRequest(f"{name}: request_id is empty; a repeat could not be told from a new request")
+
+
+def _response(kind: type[Any], said: Any) -> Any:
+    return kind(progress=said) if isinstance(said, progress_pb2.Progress) else kind(result=said)

@@ -1,0 +1,53 @@
+"""What one rank can do. `rank_main` drives it; services/learner/deepspeed_trainer.py is the one that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from antiphon.learner.v1 import learner_pb2, ranks_pb2
+from antiphon.types.v1 import chat_pb2, transfer_pb2
+
+Report = Callable[[str, int, int], None]
+"""report(phase, done, of)"""
+
+
+class Trainer(Protocol):
+    """Every rank is given the same commands in the same order and takes part in the collectives of each.
+
+    Answers with data come from rank 0; the other ranks return None or an empty list. An error of
+    services/common/errors.py leaves the rank able to go on, and every rank must come to the end of that command; any
+    other exception means that the rank is lost.
+    """
+
+    def hello(self) -> ranks_pb2.RankHello:
+        """What the parent needs to know of it."""
+        ...
+
+    def forward(self, work: ranks_pb2.RankForward, report: Report) -> list[learner_pb2.ForwardResponse]:
+        """Log-probs of every token of each sequence; nothing changes."""
+        ...
+
+    def train_step(self, work: ranks_pb2.RankTrainStep, report: Report) -> learner_pb2.StepResult | None:
+        """Applies a checked Step; the weights are those of version `step_id` afterwards."""
+        ...
+
+    def encode(self, work: ranks_pb2.RankEncode) -> list[chat_pb2.TokenIds]:
+        """Token ids of conversations, rendered for generation."""
+        ...
+
+    def join_transfer(self, request: learner_pb2.JoinTransferRequest) -> transfer_pb2.TransferManifest | None:
+        """Leaves the transfer group there was; rank 0 binds a store and describes the weights."""
+        ...
+
+    def connect_transfer(self, work: ranks_pb2.RankConnectTransfer) -> None:
+        """Waits for the receivers and warms the group. Runs in a thread of its own, beside other commands."""
+        ...
+
+    def publish(self, request: learner_pb2.PublishRequest, report: Report) -> learner_pb2.PublishResult | None:
+        """Sends the weights over the connected group."""
+        ...
+
+    def export(self, request: learner_pb2.ExportRequest, report: Report) -> learner_pb2.ExportResult | None:
+        """Writes a Hugging Face folder."""
+        ...

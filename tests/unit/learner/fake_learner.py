@@ -1,0 +1,15 @@
+"""The learner's process with ranks that have no model: `python -m tests.unit.learner.fake_learner --config FILE`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from services.common.worker import main
+from services.learner import process
+from services.learner.__main__ import build
+from services.learner.config import LearnerConfig
+
+if __name__ == "__main__":
+    process.rank_command_line = functools.partial(process.rank_command_line, module="tests.unit.learner.fake_rank")
+    sys.exit(main("fake_learner", LearnerConfig, build))

@@ -1,0 +1,108 @@
+"""Ranks in memory, deterministic, without a model: what the learner's contract is tested against.
+
+A token's log-prob is −(token mod 7) / temperature; a Step adds 1 to `applied`. `hold` names commands that wait for
+`release`; `errors` names commands that fail, once, with the error given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from antiphon.learner.v1 import learner_pb2, ranks_pb2
+from antiphon.types.v1 import chat_pb2, transfer_pb2
+
+from services.common.errors import AntiphonError, Unavailable
+
+DIGEST_OF_VERSION_0 = 1000
+
+
+class RanksTwin:
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+        self.pids = [40 + rank for rank in range(count)]
+        self.loading = False
+        self.lost_because: str | None = None
+        self.hold: set[str] = set()
+        self.errors: dict[str, AntiphonError] = {}
+        self.asked: list[str] = []
+        self.applied: list[int] = []
+        self.connected: list[ranks_pb2.RankConnectTransfer] = []
+        self._release = asyncio.Event()
+
+    @property
+    def hello(self) -> ranks_pb2.RankHello:
+        if self.lost_because is not None:
+            raise Unavailable(self.lost_because)
+        if self.loading:
+            raise Unavailable("still loading")
+        return ranks_pb2.RankHello(backend="twin 1.0", dtype="float32", max_sequence_tokens=100)
+
+    @property
+    def problem(self) -> str | None:
+        return self.lost_because or ("loading" if self.loading else None)
+
+    @property
+    def is_lost(self) -> bool:
+        return self.lost_because is not None
+
+    def release(self) -> None:
+        self._release.set()
+        self._release = asyncio.Event()
+        self.hold.clear()
+
+    def lose(self, why: str) -> None:
+        """A rank dies: whoever waits is told."""
+        self.lost_because = why
+        self.release()
+
+    async def run(self, command, report=None) -> ranks_pb2.RankReply:
+        _ = self.hello
+        work = command.WhichOneof("work")
+        self.asked.append(work)
+        if report is not None:
+            report("working", 1, 2)
+        if work in self.hold:
+            await self._release.wait()
+        if work in self.errors:
+            raise self.errors.pop(work)
+        _ = self.hello
+        return getattr(self, f"_{work}")(getattr(command, work))
+
+    def _forward(self, work):
+        reply = ranks_pb2.RankReply()
+        for sequence in work.sequences:
+            logprobs = [0.0, *(-(t % 7) / work.header.temperature for t in sequence.token_ids[1:])]
+            reply.forward.responses.add(id=sequence.id, logprobs=logprobs)
+        return reply
+
+    def _train_step(self, work):
+        self.applied.append(work.header.step_id)
+        step = learner_pb2.StepResult(step_id=work.header.step_id, seconds=0.5)
+        for update in work.header.updates:
+            step.updates.add(tokens=update.token_count, loss=float(len(self.applied)))
+        return ranks_pb2.RankReply(step=step)
+
+    def _encode(self, work):
+        encoded = [chat_pb2.TokenIds(ids=map(ord, c.messages[0].content)) for c in work.conversations]
+        return ranks_pb2.RankReply(encode=ranks_pb2.RankEncodeResult(encoded=encoded))
+
+    def _join_transfer(self, work):
+        manifest = transfer_pb2.TransferManifest(
+            epoch=work.request.epoch,
+            address="127.0.0.1:1",
+            sender_ranks=self.count,
+            bucket_bytes=work.request.bucket_bytes,
+        )
+        return ranks_pb2.RankReply(manifest=manifest)
+
+    def _connect_transfer(self, work):
+        self.connected.append(work)
+        return ranks_pb2.RankReply(done=ranks_pb2.RankDone())
+
+    def _publish(self, work):
+        publish = learner_pb2.PublishResult(probe_token_ids=[1, 2], probe_logprobs=[-0.5], bytes=64, seconds=0.1)
+        publish.policy.digest = DIGEST_OF_VERSION_0 + len(self.applied)
+        return ranks_pb2.RankReply(publish=publish)
+
+    def _export(self, work):
+        return ranks_pb2.RankReply(export=learner_pb2.ExportResult(path=work.request.path))
