@@ -1,0 +1,110 @@
+"""A group: the sibling trajectories of one prompt, from admission to the last score. Unit of advantage and of retry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from antiphon.reward.v1 import reward_pb2
+
+from services.common.errors import Conflict, Internal
+from services.coordinator.data import Prompt
+from services.coordinator.identity import PromptKey, TrajectoryKey
+from services.coordinator.trajectories import Trajectory, key_of
+
+
+class GroupState(Enum):
+    """How far a group is."""
+
+    ADMITTED = "admitted"
+    """Being sampled."""
+    SAMPLED = "sampled"
+    """Every trajectory is there; being scored."""
+    COMPLETE = "complete"
+    """Every trajectory is scored or has failed to be, at least one is scored."""
+    FAILED = "failed"
+    """None could be scored: it enters no Batch."""
+
+
+_NEXT: dict[GroupState, tuple[GroupState, ...]] = {
+    GroupState.ADMITTED: (GroupState.SAMPLED,),
+    GroupState.SAMPLED: (GroupState.COMPLETE, GroupState.FAILED),
+    GroupState.COMPLETE: (),
+    GroupState.FAILED: (),
+}
+
+
+class Group:
+    """Gathers what belongs to one prompt; by sample number, never by order of arrival."""
+
+    def __init__(self, key: PromptKey, prompt: Prompt, samples: int) -> None:
+        self.key = key
+        self.prompt = prompt
+        self.samples = samples
+        self.state = GroupState.ADMITTED
+        self._trajectories: dict[int, Trajectory] = {}
+        self._answers: dict[int, reward_pb2.ScoreResponse] = {}
+
+    @property
+    def sampled(self) -> int:
+        """Trajectories that have come."""
+        return len(self._trajectories)
+
+    @property
+    def finished(self) -> bool:
+        return self.state in (GroupState.COMPLETE, GroupState.FAILED)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Those that have come, by sample number."""
+        return [self._trajectories[sample] for sample in sorted(self._trajectories)]
+
+    @property
+    def answers(self) -> list[reward_pb2.ScoreResponse]:
+        """Scores and failures, by sample number."""
+        return [self._answers[sample] for sample in sorted(self._answers)]
+
+    @property
+    def failures(self) -> list[reward_pb2.ScoreResponse]:
+        return [answer for answer in self.answers if answer.WhichOneof("outcome") == "failure"]
+
+    def add_trajectory(self, trajectory: Trajectory) -> None:
+        """One more trajectory; the last one makes the group SAMPLED. One that is there already is left as it is."""
+        key = key_of(trajectory)
+        if key.prompt != self.key or not 0 <= key.sample < self.samples:
+            raise Internal(
+                f"group {self.key} of {self.samples} samples got trajectory {key} from {trajectory.worker_id}"
+            )
+        if key.sample in self._trajectories:
+            return
+        self._trajectories[key.sample] = trajectory
+        if len(self._trajectories) == self.samples:
+            self._move(GroupState.SAMPLED)
+
+    def add_answers(self, answers: Sequence[reward_pb2.ScoreResponse]) -> None:
+        """The scorer's answers to all trajectories at once, by one scorer version."""
+        by_sample = {answer.sample_number: answer for answer in answers if PromptKey.of(answer.prompt_id) == self.key}
+        if sorted(by_sample) != list(range(self.samples)) or len(answers) != self.samples:
+            raise Internal(
+                f"group {self.key}: expected a score or a failure for each of {self.samples} samples, got "
+                f"{len(answers)}"
+            )
+        scorers = sorted({answer.scorer for answer in answers})
+        if len(scorers) != 1:
+            raise Conflict(f"group {self.key}: scored by {' and '.join(scorers)}; a group is scored by one version")
+        self._answers = by_sample
+        scored = any(answer.WhichOneof("outcome") == "score" for answer in answers)
+        self._move(GroupState.COMPLETE if scored else GroupState.FAILED)
+
+    def rewards(self) -> dict[TrajectoryKey, float]:
+        """Scores of the trajectories that take part: scored, with at least one trainable token."""
+        return {
+            TrajectoryKey(self.key, sample): answer.score.value
+            for sample, answer in sorted(self._answers.items())
+            if answer.WhichOneof("outcome") == "score" and any(self._trajectories[sample].loss_mask)
+        }
+
+    def _move(self, state: GroupState) -> None:
+        if state not in _NEXT[self.state]:
+            raise Internal(f"group {self.key}: cannot go from {self.state.value} to {state.value}")
+        self.state = state

@@ -1,0 +1,81 @@
+"""The tables of run.db (docs/design.md §8). What must never happen is a constraint here, not a habit of the callers."""
+
+from __future__ import annotations
+
+SCHEMA_VERSION = 1
+
+SCHEMA = """
+CREATE TABLE run (
+    only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
+    schema_version INTEGER NOT NULL,
+    run_id TEXT NOT NULL,
+    seed INTEGER NOT NULL,
+    created_at REAL NOT NULL
+) STRICT;
+
+-- An admitted task input, as it was sent to the engines.
+CREATE TABLE prompts (
+    dataset TEXT NOT NULL,
+    epoch INTEGER NOT NULL,
+    row INTEGER NOT NULL,
+    token_ids BLOB NOT NULL,          -- antiphon.types.v1.TokenIds
+    PRIMARY KEY (dataset, epoch, row)
+) STRICT;
+
+CREATE TABLE groups (
+    group_id TEXT PRIMARY KEY,        -- dataset/epoch/row
+    dataset TEXT NOT NULL,
+    epoch INTEGER NOT NULL,
+    row INTEGER NOT NULL,
+    admission INTEGER NOT NULL UNIQUE, -- position in the order of the run, from 0
+    samples INTEGER NOT NULL CHECK (samples >= 1),
+    state TEXT NOT NULL CHECK (state IN ('admitted', 'sampled', 'complete', 'failed')),
+    FOREIGN KEY (dataset, epoch, row) REFERENCES prompts (dataset, epoch, row),
+    UNIQUE (dataset, epoch, row)
+) STRICT;
+
+CREATE TABLE trajectories (
+    trajectory_id TEXT PRIMARY KEY,   -- dataset/epoch/row/sample
+    group_id TEXT NOT NULL REFERENCES groups (group_id),
+    sample INTEGER NOT NULL CHECK (sample >= 0),
+    oldest_version INTEGER NOT NULL,
+    sampled_tokens INTEGER NOT NULL,
+    message BLOB NOT NULL,            -- antiphon.types.v1.Trajectory
+    UNIQUE (group_id, sample)
+) STRICT;
+
+-- A score or a failure, never both and never neither.
+CREATE TABLE scores (
+    trajectory_id TEXT PRIMARY KEY REFERENCES trajectories (trajectory_id),
+    scorer TEXT NOT NULL,             -- name@version
+    value REAL,
+    failure TEXT,                     -- kind: reason
+    message BLOB NOT NULL,            -- antiphon.reward.v1.ScoreResponse
+    CHECK ((value IS NULL) <> (failure IS NULL))
+) STRICT;
+
+-- A Batch as it is sent: committed before TrainStep.
+CREATE TABLE batches (
+    step INTEGER PRIMARY KEY CHECK (step >= 1),
+    digest BLOB NOT NULL CHECK (length(digest) = 32),
+    header BLOB NOT NULL,             -- antiphon.learner.v1.StepHeader
+    committed_at REAL NOT NULL
+) STRICT;
+
+-- Which trajectory entered which Step: one Step at most, by the primary key.
+CREATE TABLE batch_rows (
+    trajectory_id TEXT PRIMARY KEY REFERENCES trajectories (trajectory_id),
+    step INTEGER NOT NULL REFERENCES batches (step),
+    position INTEGER NOT NULL CHECK (position >= 0),
+    message BLOB NOT NULL,            -- antiphon.learner.v1.TrainTrajectory
+    UNIQUE (step, position)
+) STRICT;
+
+-- A Step that the learner applied.
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY REFERENCES batches (step),
+    policy_version INTEGER NOT NULL UNIQUE,
+    result BLOB NOT NULL,             -- antiphon.learner.v1.StepResult
+    applied_at REAL NOT NULL
+) STRICT;
+"""

@@ -1,0 +1,223 @@
+"""Publication: one policy from the learner to every engine, verified by its effect (docs/design.md §6).
+
+    learner.JoinTransfer → engines JoinTransfer, all at once     once per epoch; an unmatched tensor ends the run
+    engines BeginUpdate → learner.Publish ∥ engines receive → engines CommitUpdate(policy, probe)
+    → engines GetState: the version and digest that the learner said
+
+An engine is in routing only after the last line. Any failure makes a new epoch over the engines that are alive, and the
+same version is tried once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from antiphon.learner.v1 import learner_pb2
+from antiphon.rollout.v1 import rollout_pb2
+from antiphon.tenant.v1 import tenant_pb2
+from antiphon.types.v1 import policy_pb2, transfer_pb2
+
+from services.common.client import new_request_id
+from services.common.errors import AntiphonError, Conflict, InvalidRequest, Unavailable
+from services.coordinator.clients import LearnerClient, OnProgress, RolloutClient
+from services.coordinator.config import PublicationConfig
+from services.coordinator.waits import cancelled
+from services.coordinator.workers import Workers, life_of
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+TRIES = 2
+_TRANSPORTS = {"gloo": transfer_pb2.TRANSPORT_GLOO}
+_PROBE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2}
+# A call outlasts the deadline that it carries, so that the worker's own error is the one shown.
+CALL_MARGIN_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a publication did, for metrics."""
+
+    policy: policy_pb2.Policy
+    engines: int
+    bytes: int
+    transfer_seconds: float
+    pause_seconds: float
+    """The longest time for which an engine held requests."""
+    probe_difference: float
+    """The largest over the engines."""
+
+
+class Unmatched(InvalidRequest):
+    """Learner and engine do not have the same tensors: no retry helps."""
+
+
+class Publication:
+    """Publishes policies, and keeps the membership epoch between them."""
+
+    def __init__(
+        self, workers: Workers, config: PublicationConfig, dtype: str, on_retry: Callable[[str], None] | None = None
+    ) -> None:
+        self._workers = workers
+        self._config = config
+        self._tolerance = config.probe_tolerance or _PROBE_TOLERANCES[dtype]
+        self._on_retry = on_retry
+        self._epoch = 0
+        # Engines of the epoch that is joined; empty where none is.
+        self._members: list[tuple[str, str]] = []
+
+    async def publish(self, version: int, on_progress: OnProgress | None = None) -> Published:
+        """Brings every engine that is alive to this version, the learner's current one.
+
+        Raises Unmatched naming every tensor that does not fit; else the first error when the second try failed too.
+        """
+        first: AntiphonError | None = None
+        for _ in range(TRIES):
+            try:
+                engines = await self._engines(answering=first is not None)
+                if not engines:
+                    raise first or Unavailable("publication: no rollout worker is alive")
+                return await self._try(engines, version, on_progress)
+            except Unmatched:
+                raise
+            except AntiphonError as error:
+                self._members = []
+                if first is not None:
+                    break
+                first = error
+                logger.warning("publication of version %d broke, epoch %d: %s", version, self._epoch, error)
+                if self._on_retry is not None:
+                    self._on_retry(f"publication of version {version} broke and is tried again: {error}")
+        assert first is not None
+        raise first
+
+    async def _engines(self, *, answering: bool) -> list[RolloutClient]:
+        """The engines that announce themselves; after a failure only those that answer now: the others may be dead."""
+        engines = self._workers.rollouts()
+        if not answering:
+            return engines
+        states = await asyncio.gather(*(engine.state() for engine in engines), return_exceptions=True)
+        return [
+            engine
+            for engine, state in zip(engines, states, strict=True)
+            if not isinstance(state, BaseException) and state.state != tenant_pb2.WORKER_STATE_FAILED
+        ]
+
+    async def _try(self, engines: Sequence[RolloutClient], version: int, on_progress: OnProgress | None) -> Published:
+        learner = self._workers.learner()
+        self._workers.routing -= {life_of(engine) for engine in engines}
+        if self._members != [life_of(engine) for engine in engines]:
+            await self._join(learner, engines)
+        seconds = self._config.deadline_seconds
+        bound = seconds + CALL_MARGIN_SECONDS
+        await _all([self._begin(engine, version) for engine in engines])
+        request = learner_pb2.PublishRequest(
+            request_id=new_request_id(), epoch=self._epoch, policy_version=version, deadline_seconds=seconds
+        )
+        result = await learner.publish(request, bound, on_progress)
+        if result.policy.version != version or not result.policy.digest:
+            raise Conflict(
+                f"{learner.worker_id}: expected to publish version {version} with its digest, it says version "
+                f"{result.policy.version}, digest {result.policy.digest:016x}"
+            )
+        commits = await _all([self._commit(engine, result) for engine in engines])
+        await _all([_verify(engine, result.policy) for engine in engines])
+        self._workers.routing |= {life_of(engine) for engine in engines}
+        return Published(
+            policy=result.policy,
+            engines=len(engines),
+            bytes=result.bytes,
+            transfer_seconds=max(commit.transfer_seconds for commit in commits),
+            pause_seconds=max(commit.pause_seconds for commit in commits),
+            probe_difference=max(commit.probe_difference for commit in commits),
+        )
+
+    async def _join(self, learner: LearnerClient, engines: Sequence[RolloutClient]) -> None:
+        """Makes the group of the next epoch over the learner's ranks and all ranks of these engines."""
+        self._members = []
+        self._epoch += 1
+        seconds = self._config.deadline_seconds
+        bound = seconds + CALL_MARGIN_SECONDS
+        states = await _all([engine.state() for engine in engines])
+        firsts = [sum(state.transfer_ranks for state in states[:n]) for n in range(len(states) + 1)]
+        manifest = await learner.join_transfer(
+            learner_pb2.JoinTransferRequest(
+                request_id=new_request_id(),
+                epoch=self._epoch,
+                transport=_TRANSPORTS[self._config.transport],
+                receiver_ranks=firsts[-1],
+                bucket_bytes=self._config.bucket_mib << 20,
+                deadline_seconds=seconds,
+            ),
+            bound,
+        )
+        joins = [
+            engine.join_transfer(
+                rollout_pb2.JoinTransferRequest(
+                    request_id=new_request_id(), manifest=manifest, first_receiver_rank=first
+                ),
+                bound,
+            )
+            for engine, first in zip(engines, firsts, strict=False)
+        ]
+        _refuse_unmatched(engines, await _all(joins))
+        self._members = [life_of(engine) for engine in engines]
+
+    def _begin(self, engine: RolloutClient, version: int) -> Coroutine[Any, Any, None]:
+        seconds = self._config.deadline_seconds
+        request = rollout_pb2.BeginUpdateRequest(
+            request_id=new_request_id(), epoch=self._epoch, policy_version=version, deadline_seconds=seconds
+        )
+        return engine.begin_update(request, seconds + CALL_MARGIN_SECONDS)
+
+    def _commit(
+        self, engine: RolloutClient, result: learner_pb2.PublishResult
+    ) -> Coroutine[Any, Any, rollout_pb2.CommitUpdateResponse]:
+        request = rollout_pb2.CommitUpdateRequest(
+            request_id=new_request_id(),
+            policy=result.policy,
+            probe_token_ids=result.probe_token_ids,
+            probe_logprobs=result.probe_logprobs,
+            probe_tolerance=self._tolerance,
+        )
+        return engine.commit_update(request, self._config.deadline_seconds + CALL_MARGIN_SECONDS)
+
+
+async def _verify(engine: RolloutClient, policy: policy_pb2.Policy) -> None:
+    """The effect, not the status code: what the engine itself says it holds."""
+    state = await engine.state()
+    if (state.policy.version, state.policy.digest) != (policy.version, policy.digest):
+        raise Conflict(
+            f"{engine.worker_id}: expected version {policy.version} with digest {policy.digest:016x} after the "
+            f"commit, it holds version {state.policy.version} with digest {state.policy.digest:016x}"
+        )
+
+
+def _refuse_unmatched(engines: Sequence[RolloutClient], answers: Sequence[rollout_pb2.JoinTransferResponse]) -> None:
+    lines = []
+    for engine, answer in zip(engines, answers, strict=True):
+        lines += [f"{engine.worker_id}: no place for {name}" for name in answer.unknown_tensors]
+        lines += [f"{engine.worker_id}: nothing fills {name}" for name in answer.missing_tensors]
+        lines += [f"{engine.worker_id}: {difference}" for difference in answer.differing_tensors]
+    if lines:
+        raise Unmatched(
+            "\n".join([f"learner and engines differ in {len(lines)} tensor(s):", *(f"  {x}" for x in lines)])
+        )
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """Every answer, in order. At the first error the other calls are given up, and it is raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done() and task.exception() is not None:
+                task.result()
+        return [task.result() for task in tasks]
+    finally:
+        await cancelled(*tasks)

@@ -1,0 +1,343 @@
+"""One run from beginning to end: start, check, loop, export, and RunEnded whatever happens.
+
+    START ▶ PUBLISH version 0 ▶ CHECK ▶ EVALUATE ▶ (GENERATE ▶ SCORE ▶ TRAIN ▶ PUBLISH)* ▶ EVALUATE ▶ EXPORT ▶ ENDED
+
+A stop or an error leaves this line where it is and goes to EXPORT (if a Step was applied) and ENDED.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from antiphon.coordinator.v1 import coordinator_pb2
+from antiphon.events.v1 import events_pb2
+from antiphon.learner.v1 import learner_pb2
+from antiphon.tenant.v1 import tenant_pb2
+from antiphon.types.v1 import policy_pb2
+
+from services.common.announcements import Registry
+from services.common.client import new_request_id
+from services.common.config import ProcessConfig
+from services.common.errors import AntiphonError, Conflict
+from services.coordinator import selfcheck
+from services.coordinator.algorithms import make_estimator
+from services.coordinator.clients import LearnerClient, RolloutClient
+from services.coordinator.config import CoordinatorConfig
+from services.coordinator.data import Order
+from services.coordinator.evaluation import Evaluation
+from services.coordinator.events import EventLog
+from services.coordinator.inputs import Inputs, check_lengths, read_inputs, tell_surprises
+from services.coordinator.ledger import Ledger
+from services.coordinator.loop import Loop
+from services.coordinator.metrics import MetricsFile
+from services.coordinator.publication import Publication
+from services.coordinator.sampling import Sampler
+from services.coordinator.schedule import SCHEDULES
+from services.coordinator.scoring import Scorer
+from services.coordinator.text import Text
+from services.coordinator.waits import Stopped, StopSignal, cancelled, within
+from services.coordinator.workers import LEARNER, REWARD, ROLLOUT, Workers
+
+logger = logging.getLogger(__name__)
+
+# An export after an error is worth a try, not a wait.
+EXPORT_AFTER_FAILURE_SECONDS = 60.0
+
+
+class Run:
+    """The run of one coordinator process. `run` is called once; the rest may be asked at any time."""
+
+    def __init__(self, process: ProcessConfig[CoordinatorConfig]) -> None:
+        self.events = EventLog()
+        self._service = process.service
+        self._model = process.model
+        self._config = process.settings
+        self._stop = StopSignal()
+        self._ended = asyncio.Event()
+        self._loop: Loop | None = None
+        self._policy = policy_pb2.Policy()
+        self._evaluated_version = -1
+        self._ledger: Ledger | None = None
+        self._metrics: MetricsFile | None = None
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after the work under way. Idempotent."""
+        self._stop.request(reason)
+
+    def state(self) -> coordinator_pb2.GetRunResponse:
+        return coordinator_pb2.GetRunResponse(
+            run_id=self._service.run_id,
+            phase=self.events.phase,
+            steps_done=self._steps_done,
+            steps_planned=self._config.steps,
+            policy_version=self._current_policy.version,
+        )
+
+    def describe(self, announcement: events_pb2.WorkerAnnouncement) -> None:
+        announcement.state = tenant_pb2.WORKER_STATE_READY
+        announcement.policy.CopyFrom(self._current_policy)
+
+    async def drain(self) -> None:
+        """For the end of the process: stops the run and waits for RunEnded."""
+        self._stop.request("the coordinator was told to end")
+        await self._ended.wait()
+
+    @property
+    def drain_seconds(self) -> float:
+        """How long `drain` may take: the Step under way and the export after it."""
+        return self._config.stop_seconds + min(self._config.export_seconds, EXPORT_AFTER_FAILURE_SECONDS)
+
+    async def run(self, registry: Registry) -> bool:
+        """Runs to the end and says how it went in RunEnded; false when it failed. Raises nothing of its own."""
+        helpers = [self._beside(registry.run()), self._beside(self.events.run_heartbeat())]
+        expected = {ROLLOUT: self._config.rollout_workers, REWARD: self._config.reward_workers, LEARNER: 1}
+        workers = Workers(registry, expected)
+        outcome, reason, exported = "finished", f"{self._config.steps} steps", ""
+        try:
+            try:
+                await self._from_start_to_last_step(workers)
+                exported = await self._export(workers, self._config.export_seconds)
+            except Stopped:
+                outcome, reason = "stopped", self._stop.reason
+            except Exception as error:
+                outcome, reason = "failed", self._blame(error)
+            if outcome != "finished":
+                exported = await self._export_if_possible(workers)
+        finally:
+            await self._close(workers)
+            await cancelled(*helpers)
+            self.events.end(outcome, reason, exported, self._current_policy)
+            self._ended.set()
+        return outcome != "failed"
+
+    async def _from_start_to_last_step(self, workers: Workers) -> None:
+        interrupting = self._stop.interrupting
+        inputs = await interrupting(self._read_inputs())
+        await interrupting(self._wait_for_workers(workers, inputs))
+        scorer = Scorer(
+            workers, inputs.text, tries=self._config.score_tries, calls_per_worker=self._config.calls_per_worker
+        )
+        await interrupting(scorer.resolve(self._config.scorer))
+        publication = Publication(
+            workers, self._config.publication, self._model.dtype, lambda text: self.events.notice("warning", text)
+        )
+        await interrupting(self._publish_first(publication))
+        sampler = Sampler(
+            workers,
+            run_seed=self._service.seed,
+            stop_token_ids=inputs.text.stop_token_ids,
+            calls_per_worker=self._config.calls_per_worker,
+        )
+        order = Order(inputs.training, seed=self._service.seed, shuffle=self._config.data.shuffle)
+        await interrupting(self._check(workers, inputs.text, order, sampler))
+        self._metrics = MetricsFile(self._service.run_dir / "metrics.jsonl")
+        evaluation = self._make_evaluation(sampler, scorer, inputs)
+        if evaluation and self._config.evaluation and self._config.evaluation.at_start:
+            await interrupting(self._evaluate(evaluation, 0))
+        self._ledger = Ledger.create(self._ledger_path, self._service.run_id, self._service.seed)
+        self._loop = Loop(
+            self._config,
+            seed=self._service.seed,
+            policy=self._policy,
+            order=order,
+            sampler=sampler,
+            scorer=scorer,
+            schedule=SCHEDULES[self._config.schedule](),
+            estimator=make_estimator(self._config.algorithm),
+            workers=workers,
+            publication=publication,
+            ledger=self._ledger,
+            metrics=self._metrics,
+            events=self.events,
+            stop=self._stop,
+            evaluate=lambda step: self._evaluate(evaluation, step),
+        )
+        await self._loop.run()
+        if evaluation and self._config.evaluation and self._config.evaluation.at_end:
+            await interrupting(self._evaluate(evaluation, self._config.steps))
+
+    # The stages before the loop
+
+    async def _read_inputs(self) -> Inputs:
+        self.events.enter(events_pb2.RUN_PHASE_START, 0, "tokenizer and prompts to be read")
+        Ledger.refuse_existing(self._ledger_path)
+        inputs = await asyncio.to_thread(read_inputs, self._config, self._model)
+        tell_surprises(inputs, self._config, self.events.notice)
+        return inputs
+
+    async def _wait_for_workers(self, workers: Workers, inputs: Inputs) -> None:
+        config = self._config
+        self.events.enter(
+            events_pb2.RUN_PHASE_START,
+            0,
+            f"{config.rollout_workers} rollout, {config.reward_workers} reward worker(s) and the learner to be up, "
+            f"{config.start_seconds:.0f} s at most",
+        )
+
+        async def tell(missing: str) -> None:
+            self.events.progress(0, 0, f"waiting for {missing}")
+
+        await workers.wait_until_up(config.start_seconds, tell)
+        learner = workers.learner()
+        parties: list[RolloutClient | LearnerClient] = [*workers.rollouts(), learner]
+        answers = await asyncio.gather(*(party.state() for party in parties))
+        states = {party.worker_id: state for party, state in zip(parties, answers, strict=True)}
+        version = states[learner.worker_id].policy.version
+        if version != 0:
+            raise Conflict(
+                f"{learner.worker_id}: expected the model the run starts from, version 0; it holds version {version}"
+            )
+        check_lengths(inputs, states)
+
+    async def _publish_first(self, publication: Publication) -> None:
+        """Engines start STALE: version 0 reaches them as every other version does."""
+        seconds = self._config.publication.deadline_seconds
+        self.events.enter(events_pb2.RUN_PHASE_PUBLISH, 0, f"version 0 to every engine, {seconds:.0f} s at most a try")
+        published = await publication.publish(0, lambda p: self.events.progress(p.done, p.of, p.phase))
+        self._policy = published.policy
+
+    async def _check(self, workers: Workers, text: Text, order: Order, sampler: Sampler) -> None:
+        config = self._config
+        seconds = config.check_seconds
+        self.events.enter(
+            events_pb2.RUN_PHASE_CHECK, 0, f"token ids and log-probabilities to be compared, {seconds:.0f} s at most"
+        )
+        learner = workers.learner()
+        prompts = [order.at(n) for n in range(min(config.self_check.prompts, config.prompts_per_step))]
+        async with within(seconds, "self-check"):
+            compared = 0
+            if text.has_template:
+                own = [prompt.messages for _, prompt in prompts if prompt.messages]
+                conversations = [*selfcheck.awkward_conversations(text), *own]
+                compared = await selfcheck.check_token_ids(text, workers.serving(), learner, conversations, seconds)
+            agreement = await selfcheck.check_logprobs(
+                prompts,
+                sampler,
+                learner,
+                config.sampling,
+                config.self_check,
+                dtype=self._model.dtype,
+                version=self._policy.version,
+                seconds=seconds,
+            )
+        self.events.notice(
+            "info",
+            f"self-check: {compared} conversations encoded alike; over {agreement.tokens} tokens mean |log-prob "
+            f"difference| {agreement.difference:.2g}, mean ratio {agreement.ratio:.4f}",
+        )
+
+    # Evaluation and export
+
+    def _make_evaluation(self, sampler: Sampler, scorer: Scorer, inputs: Inputs) -> Evaluation | None:
+        config = self._config
+        if config.evaluation is None or inputs.heldout is None:
+            return None
+        return Evaluation(
+            sampler,
+            scorer,
+            inputs.text,
+            inputs.heldout,
+            config.evaluation,
+            folder=self._service.run_dir / "evaluations",
+            failure_budget=config.failure_budget,
+            seconds=config.evaluate_seconds,
+        )
+
+    async def _evaluate(self, evaluation: Evaluation | None, step: int) -> None:
+        """Evaluates the current policy, once."""
+        version = self._current_policy.version
+        if evaluation is None or version == self._evaluated_version:
+            return
+        seconds = self._config.evaluate_seconds
+        what = f"{evaluation.prompts} greedy answers by version {version}"
+        self.events.enter(events_pb2.RUN_PHASE_EVALUATE, step, f"{what}, {seconds:.0f} s at most")
+        started = time.monotonic()
+        async with within(seconds, what):
+            result = await evaluation.run(version, self.events.progress)
+        self._evaluated_version = version
+        if self._metrics is not None:
+            name = f"eval/{result.dataset}"
+            numbers = {
+                f"{name}/score_mean": result.score_mean,
+                f"{name}/prompts": float(result.prompts),
+                f"{name}/failures": float(result.failures),
+                "time/evaluate": time.monotonic() - started,
+            }
+            self._metrics.write(step, version, numbers)
+        self.events.evaluated(result)
+
+    async def _export(self, workers: Workers, seconds: float) -> str:
+        """The folder of the last policy; empty when no Step was applied or export is off."""
+        if not self._config.export or not self._steps_done:
+            return ""
+        path = (self._service.run_dir / "export" / f"policy-{self._current_policy.version}").resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        learner = workers.learner()
+        what = f"{learner.worker_id} to write {path}"
+        self.events.enter(events_pb2.RUN_PHASE_EXPORT, self._steps_done, f"{what}, {seconds:.0f} s at most")
+        request = learner_pb2.ExportRequest(request_id=new_request_id(), path=str(path))
+        async with within(seconds, what):
+            written, policy = await learner.export(
+                request, seconds, lambda p: self.events.progress(p.done, p.of, p.phase)
+            )
+        if policy.version != self._current_policy.version:
+            raise Conflict(
+                f"{learner.worker_id}: expected to export version {self._current_policy.version}, it wrote "
+                f"{policy.version} to {written}"
+            )
+        return written
+
+    async def _export_if_possible(self, workers: Workers) -> str:
+        """After a stop or an error: what was trained is kept if the learner still answers."""
+        try:
+            return await self._export(workers, min(self._config.export_seconds, EXPORT_AFTER_FAILURE_SECONDS))
+        except Exception as error:
+            self.events.notice("error", f"the last policy was not exported: {error}")
+            return ""
+
+    # The rest
+
+    @property
+    def _ledger_path(self) -> Path:
+        return self._service.run_dir / "run.db"
+
+    @property
+    def _steps_done(self) -> int:
+        return self._loop.steps_done if self._loop else 0
+
+    @property
+    def _current_policy(self) -> policy_pb2.Policy:
+        return self._loop.policy if self._loop else self._policy
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task without which the run cannot go on."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, Exception):
+                self._stop.fail(error)
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        return task
+
+    def _blame(self, error: Exception) -> str:
+        """The error, who had it, and the file that says more."""
+        worker_id = getattr(error, "worker_id", "") or self._service.worker_id
+        log = self._service.run_dir / "logs" / f"{worker_id}.log"
+        if isinstance(error, AntiphonError):
+            return f"{error} [{worker_id}; see {log}]"
+        logger.error("a bug", exc_info=error)
+        return f"a bug in the coordinator: {type(error).__name__}: {error} [{worker_id}; see {log}]"
+
+    async def _close(self, workers: Workers) -> None:
+        await workers.close()
+        if self._ledger is not None:
+            await self._ledger.close()
+        if self._metrics is not None:
+            self._metrics.close()

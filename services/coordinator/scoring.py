@@ -1,0 +1,153 @@
+"""Scores of one group from some reward worker. A failure stays a failure: it never becomes a number."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Sequence
+
+from antiphon.reward.v1 import reward_pb2
+from antiphon.types.v1 import chat_pb2
+
+from services.common.errors import ConfigError, Conflict, Overloaded, Unavailable
+from services.coordinator import trajectories
+from services.coordinator.data import Prompt
+from services.coordinator.identity import PromptKey, TrajectoryKey
+from services.coordinator.text import Text
+from services.coordinator.trajectories import Trajectory
+from services.coordinator.waits import FIRST_PAUSE_SECONDS
+from services.coordinator.workers import Workers, least_loaded
+
+Answer = reward_pb2.ScoreResponse
+
+
+class Scorer:
+    """Asks reward workers for the scores of one scorer, whose version stays the same for the run."""
+
+    def __init__(self, workers: Workers, text: Text, *, tries: int, calls_per_worker: int) -> None:
+        self._workers = workers
+        self._text = text
+        self._tries = tries
+        self._slots = asyncio.Semaphore(calls_per_worker)
+        self.scorer = ""
+        """name@version, known after `resolve`."""
+
+    async def resolve(self, wanted: str) -> None:
+        """Finds the scorer on every reward worker and pins its version. Raises ConfigError naming what there is."""
+        for worker in self._workers.rewards():
+            known = {f"{info.name}@{info.version}": info.name for info in await worker.list_scorers()}
+            found = [full for full, name in known.items() if wanted in (full, name)]
+            if len(found) != 1:
+                raise ConfigError(
+                    f"scorer {wanted!r}: {worker.worker_id} has {len(found)} of that name; it has: "
+                    f"{', '.join(known) or 'none'}"
+                )
+            if self.scorer not in ("", found[0]):
+                raise ConfigError(f"scorer {wanted!r}: {worker.worker_id} has {found[0]}, another worker {self.scorer}")
+            self.scorer = found[0]
+
+    async def score(self, prompt: Prompt, group: Sequence[Trajectory], deadline_seconds: float) -> list[Answer]:
+        """An answer for each trajectory of the group, by sample number, all by one scorer version.
+
+        Where the machinery failed the group is sent again, elsewhere first; what still fails then stays a failure.
+        Raises NotFound or InvalidRequest when the reward service refuses the request itself.
+        """
+        requests = [
+            reward_pb2.ScoreRequest(scorer=self.scorer, candidate=self._candidate(prompt, trajectory, len(group)))
+            for trajectory in group
+        ]
+        avoid: set[str] = set()
+        best: dict[int, Answer] = {}
+        for number in range(self._tries):
+            if number:
+                await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (number - 1) * random.uniform(0.5, 1.0))
+            best = _better(best, await self._once(requests, group, avoid, deadline_seconds))
+            if not any(map(_failed_by_machinery, best.values())):
+                break
+        return [best[number] for number in sorted(best)]
+
+    async def _once(
+        self, requests: Sequence[reward_pb2.ScoreRequest], group: Sequence[Trajectory], avoid: set[str], seconds: float
+    ) -> dict[int, Answer]:
+        async with self._slots:
+            try:
+                worker = least_loaded(self._workers.rewards(), avoid)
+                worker.in_flight += 1
+                try:
+                    avoid.add(worker.worker_id)
+                    answers = await worker.score(requests, seconds)
+                finally:
+                    worker.in_flight -= 1
+                cause = f"{worker.worker_id} ended the stream without an answer"
+            except (Unavailable, Overloaded) as error:
+                answers, cause = [], str(error)
+        by_sample = {answer.sample_number: self._checked(answer) for answer in answers}
+        return {t.sample_number: by_sample.get(t.sample_number) or self._unanswered(t, cause) for t in group}
+
+    def _checked(self, answer: Answer) -> Answer:
+        """A score that is not finite, or no outcome at all, is a failure; it must not reach a mean.
+
+        Raises Conflict when another scorer than the run's answered.
+        """
+        if answer.scorer != self.scorer:
+            raise Conflict(
+                f"{identity(answer)}: expected a score by {self.scorer}, got one by {answer.scorer or 'nobody'}"
+            )
+        outcome = answer.WhichOneof("outcome")
+        if outcome == "failure" or (outcome == "score" and math.isfinite(answer.score.value)):
+            return answer
+        reason, got = (
+            ("not_finite", str(answer.score.value)) if outcome == "score" else ("none", "neither score nor failure")
+        )
+        failure = reward_pb2.ScoreFailure(
+            kind=reward_pb2.FAILURE_KIND_DATA, reason=reason, message=f"expected a finite score, got {got}"
+        )
+        return Answer(
+            prompt_id=answer.prompt_id, sample_number=answer.sample_number, scorer=answer.scorer, failure=failure
+        )
+
+    def _candidate(self, prompt: Prompt, trajectory: Trajectory, group_size: int) -> reward_pb2.Candidate:
+        ids = trajectories.sampled_ids(trajectory)
+        return reward_pb2.Candidate(
+            prompt_id=trajectory.prompt_id,
+            sample_number=trajectory.sample_number,
+            group_size=group_size,
+            conversation=chat_pb2.Conversation(
+                messages=[chat_pb2.ChatMessage(**message) for message in prompt.messages]
+            ),
+            prompt_text=prompt.text,
+            response_text=self._text.decode(ids, special_tokens=False),
+            response_text_raw=self._text.decode(ids, special_tokens=True),
+            response_token_ids=ids,
+            finish_reason=trajectory.finish_reason,
+            reference=prompt.reference,
+            columns_json=prompt.columns_json,
+        )
+
+    def _unanswered(self, trajectory: Trajectory, cause: str) -> Answer:
+        failure = reward_pb2.ScoreFailure(kind=reward_pb2.FAILURE_KIND_INFRA, reason="unanswered", message=cause)
+        return Answer(
+            prompt_id=trajectory.prompt_id, sample_number=trajectory.sample_number, scorer=self.scorer, failure=failure
+        )
+
+
+def identity(answer: Answer) -> TrajectoryKey:
+    return TrajectoryKey(PromptKey.of(answer.prompt_id), answer.sample_number)
+
+
+def describe_failure(answer: Answer) -> str:
+    """One line about an answer that is a failure."""
+    kind = reward_pb2.FailureKind.Name(answer.failure.kind).removeprefix("FAILURE_KIND_").lower()
+    return f"{identity(answer)}: {kind}, {answer.failure.reason}: {answer.failure.message.strip()[-300:]}"
+
+
+def _failed_by_machinery(answer: Answer) -> bool:
+    return answer.WhichOneof("outcome") == "failure" and answer.failure.kind != reward_pb2.FAILURE_KIND_DATA
+
+
+def _better(old: dict[int, Answer], new: dict[int, Answer]) -> dict[int, Answer]:
+    """The old answers, but the new ones where the machinery had failed."""
+    return {n: answer for n, answer in new.items() if n not in old or _failed_by_machinery(old[n])} | {
+        n: answer for n, answer in old.items() if not _failed_by_machinery(answer)
+    }

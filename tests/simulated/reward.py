@@ -1,0 +1,60 @@
+"""A reward service without children: a plain function as scorer, with switches for what may go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from antiphon.reward.v1 import reward_pb2, reward_pb2_grpc
+
+from services.common.errors import AntiphonError, NotFound
+
+Outcome = float | reward_pb2.ScoreFailure
+
+
+def share_of_digits(candidate: reward_pb2.Candidate) -> float:
+    """The scorer of the simulation: how much of the answer is digits."""
+    text = candidate.response_text
+    return sum(c.isdigit() for c in text) / len(text) if text else 0.0
+
+
+class SimulatedReward(reward_pb2_grpc.RewardServiceServicer):
+    """Knows the scorer digits@1."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.version = "1"
+        self.score: Callable[[reward_pb2.Candidate], Outcome] = share_of_digits
+        self.seen: list[reward_pb2.Candidate] = []
+        self.streams = 0
+        self.delay_seconds: Callable[[reward_pb2.Candidate], float] = lambda candidate: 0.0
+        self.stream_errors: list[AntiphonError] = []  # raised one per stream, before any answer
+
+    async def ListScorers(self, request: Any, context: Any) -> reward_pb2.ListScorersResponse:
+        info = reward_pb2.ScorerInfo(name="digits", version=self.version, signature="antiphon")
+        return reward_pb2.ListScorersResponse(scorers=[info])
+
+    async def Score(
+        self, requests: AsyncIterator[reward_pb2.ScoreRequest], context: Any
+    ) -> AsyncIterator[reward_pb2.ScoreResponse]:
+        self.streams += 1
+        candidates = []
+        async for request in requests:
+            if request.scorer not in ("digits", f"digits@{self.version}"):
+                raise NotFound(f"no scorer {request.scorer}")
+            candidates.append(request.candidate)
+        if self.stream_errors:
+            raise self.stream_errors.pop(0)
+        await asyncio.sleep(self.delay_seconds(candidates[0]))
+        for candidate in reversed(candidates):
+            self.seen.append(candidate)
+            answer = reward_pb2.ScoreResponse(
+                prompt_id=candidate.prompt_id, sample_number=candidate.sample_number, scorer=f"digits@{self.version}"
+            )
+            outcome = self.score(candidate)
+            if isinstance(outcome, reward_pb2.ScoreFailure):
+                answer.failure.CopyFrom(outcome)
+            else:
+                answer.score.value = outcome
+            yield answer
