@@ -1,0 +1,1 @@
+"""The command line: reads a recipe, starts the services, shows the run, leaves nothing behind."""

@@ -1,0 +1,207 @@
+"""Starts and supervises the processes of a run on this machine: NATS and one process per worker.
+
+Each is in a session of its own, so that Ctrl-C reaches the command alone, and dies with the command (the kernel's
+parent-death signal). What a worker is and how it is, it says itself, over NATS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.cli.launch import nats_server
+from services.cli.recipe import Recipe
+from services.cli.run_processes import command_of, find_processes, kill_processes
+from services.common.config import Config, ProcessConfig, ServiceConfig, dump
+from services.common.processes import RUN_ID_VARIABLE, spawn
+from services.rollout.config import environment as rollout_environment
+
+logger = logging.getLogger(__name__)
+
+NATS = "nats"
+MODULES: Mapping[str, str] = {
+    "rollout": "services.rollout",
+    "reward": "services.reward",
+    "learner": "services.learner",
+    "coordinator": "services.coordinator",
+}
+TAIL_LINES = 20
+TAIL_BYTES = 16_384
+SWEEP_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Death:
+    """A process that ended although nobody asked it to."""
+
+    worker_id: str
+    exit_code: int
+    log: Path
+
+    def describe(self) -> str:
+        """Name, exit code, the end of the log and where all of it is."""
+        how = f"exit code {self.exit_code}"
+        if self.exit_code < 0:
+            how = f"killed by {signal.Signals(-self.exit_code).name}"
+        last = f"the end of its log:\n{tail(self.log)}\nall of it: {self.log}"
+        return f"{self.worker_id} ended unexpectedly ({how}); {last}"
+
+
+class LocalLauncher:
+    """The processes of one run. `modules` replaces the Python module of a kind of worker, for tests."""
+
+    def __init__(self, recipe: Recipe, run_dir: Path, run_id: str, modules: Mapping[str, str] | None = None) -> None:
+        self._recipe = recipe
+        self._run_dir = run_dir
+        self._run_id = run_id
+        self._modules = {**MODULES, **(modules or {})}
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self.nats_url = recipe.nats.url or ""
+        self.nats_monitor_url = recipe.nats.monitor_url
+
+    async def start(self) -> None:
+        """Starts NATS, waits until it listens, and starts the workers; they wait for one another themselves.
+
+        Raises ConfigError or Unavailable; what was started then is for `stop`.
+        """
+        for folder in ("logs", "processes"):
+            (self._run_dir / folder).mkdir(parents=True, exist_ok=True)
+        if not self.nats_url:
+            await self._start_nats()
+        for kind, count, settings in self._workers():
+            for number in range(count):
+                await self._start_worker(kind, f"{kind}-{number}", settings)
+
+    async def first_death(self) -> Death:
+        """Waits for the first process that ends unasked."""
+        return await asyncio.shield(self._death)
+
+    def owners(self) -> dict[int, str]:
+        """Process id → worker id, of those that live."""
+        return {p.pid: worker_id for worker_id, p in self._processes.items() if p.returncode is None}
+
+    def log(self, worker_id: str) -> Path:
+        return self._run_dir / "logs" / f"{worker_id}.log"
+
+    def alive(self, worker_id: str) -> bool:
+        process = self._processes.get(worker_id)
+        return process is not None and process.returncode is None
+
+    async def stop(self, grace_seconds: float) -> None:
+        """SIGTERM to the workers, SIGKILL after the grace, NATS last; then whatever else carries the run's id."""
+        self._stopping = True
+        end = time.monotonic() + grace_seconds
+        workers = [p for worker_id, p in self._processes.items() if worker_id != NATS]
+        await _ended(workers, signal.SIGTERM, end)
+        await _ended(list(self._processes.values()), signal.SIGTERM, max(end, time.monotonic() + 1.0))
+        await self.kill()
+
+    async def kill(self) -> None:
+        """SIGKILL to everything of the run."""
+        self._stopping = True
+        await _ended(list(self._processes.values()), signal.SIGKILL, time.monotonic() + SWEEP_SECONDS)
+        others = [f"{pid} {command_of(pid)}" for pid in find_processes(self._run_id)]
+        if others:
+            logger.warning("left behind by the workers, killed: %s", "; ".join(others))
+        left = await asyncio.to_thread(kill_processes, self._run_id, SWEEP_SECONDS)
+        if left:
+            logger.error("still alive after SIGKILL: %s", left)
+
+    def _workers(self) -> list[tuple[str, int, Config]]:
+        recipe = self._recipe
+        return [
+            ("learner", 1, recipe.learner),
+            ("rollout", recipe.coordinator.rollout_workers, recipe.rollout),
+            ("reward", recipe.coordinator.reward_workers, recipe.reward),
+            ("coordinator", 1, recipe.coordinator),
+        ]
+
+    async def _start_nats(self) -> None:
+        folder = self._run_dir / "nats"
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [nats_server.find_binary(), "-c", str(nats_server.write_config(folder))]
+        process = await self._spawn(NATS, command, self._environment({}))
+        self.nats_url, self.nats_monitor_url = await nats_server.wait_until_listening(folder, process, self.log(NATS))
+
+    async def _start_worker(self, kind: str, worker_id: str, settings: Config) -> None:
+        service = ServiceConfig(
+            run_id=self._run_id,
+            worker_id=worker_id,
+            run_dir=self._run_dir,
+            nats_url=self.nats_url,
+            nats_monitor_url=self.nats_monitor_url,
+            seed=self._recipe.run.seed,
+        )
+        config: ProcessConfig[Any] = ProcessConfig(service=service, model=self._recipe.model, settings=settings)
+        path = self._run_dir / "processes" / f"{worker_id}.yaml"
+        path.write_text(dump(config))
+        command = [sys.executable, "-m", self._modules[kind], "--config", str(path)]
+        own = rollout_environment(self._recipe.rollout) if kind == "rollout" else _threads(kind)
+        await self._spawn(worker_id, command, self._environment(own))
+
+    def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        """The caller's environment, nothing taken away, and what the run and the kind of worker need."""
+        everyone = {
+            RUN_ID_VARIABLE: self._run_id,
+            "SPT_NOENV": "1",  # setproctitle (vLLM) would overwrite /proc/PID/environ, and with it the run's id
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        return {**os.environ, **everyone, **own}
+
+    async def _spawn(
+        self, worker_id: str, command: list[str], environment: dict[str, str]
+    ) -> asyncio.subprocess.Process:
+        process = await spawn(command, environment=environment, log=self.log(worker_id))
+        self._processes[worker_id] = process
+        watcher = asyncio.create_task(self._watch(worker_id, process))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        return process
+
+    async def _watch(self, worker_id: str, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if not self._stopping and not self._death.done():
+            self._death.set_result(Death(worker_id, code, self.log(worker_id)))
+
+
+def _threads(kind: str) -> dict[str, str]:
+    """Numerical libraries of light services shall not start a thread per core; the learner decides for its ranks."""
+    return {} if kind == "learner" else {"OMP_NUM_THREADS": "1"}
+
+
+async def _ended(processes: list[asyncio.subprocess.Process], number: signal.Signals, end: float) -> None:
+    """Sends the signal to those that live and waits for their end until `end` (time.monotonic)."""
+    living = [p for p in processes if p.returncode is None]
+    for process in living:
+        try:
+            process.send_signal(number)
+        except ProcessLookupError:
+            pass
+    if living:
+        waits = [asyncio.create_task(process.wait()) for process in living]
+        _, pending = await asyncio.wait(waits, timeout=max(0.0, end - time.monotonic()))
+        for wait in pending:
+            wait.cancel()
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError as error:
+        return f"({log} cannot be read: {error.strerror})"
+    return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]) or "  (empty)"

@@ -1,0 +1,205 @@
+"""A recipe: the whole configuration of a run in one YAML tree, checked before anything starts.
+
+Imports nothing of the services but their `config` modules. Relative paths, in the file and on the command line, are
+relative to the current directory; the resolved recipe that is kept with the run has absolute ones.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from services.cli.launch import nats_server
+from services.common.config import Config, ModelConfig, dump, override, parse, read_yaml
+from services.common.errors import ConfigError
+from services.coordinator.config import CoordinatorConfig
+from services.learner.config import LearnerConfig
+from services.reward.config import RewardConfig
+from services.rollout.config import RolloutConfig
+
+# The tail of a run id, "-" and six digits, is added to the name.
+NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,54}$"
+
+
+class RunConfig(Config):
+    """Which run this is and where it keeps its files."""
+
+    name: str = pydantic.Field(pattern=NAME_PATTERN, description="its files are in <directory>/<name>")
+    directory: Path = Path("runs")
+    seed: int = pydantic.Field(0, ge=0, lt=2**63)
+
+
+class NatsConfig(Config):
+    """The NATS server; by default one is started for the run."""
+
+    url: str | None = pydantic.Field(default=None, description="nats://host:port of a server that runs already")
+    monitor_url: str | None = pydantic.Field(default=None, description="its HTTP monitor, to assert its settings")
+
+
+class Recipe(Config):
+    """Everything about a run."""
+
+    run: RunConfig
+    model: ModelConfig
+    coordinator: CoordinatorConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    learner: LearnerConfig
+    nats: NatsConfig = NatsConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.directory / self.run.name
+
+    def data_files(self) -> list[Path]:
+        """The data sets, the reward files: what the result depends on beside the model and this recipe."""
+        files = [Path(self.coordinator.data.path)]
+        if self.coordinator.evaluation is not None:
+            files.append(Path(self.coordinator.evaluation.path))
+        return [*files, *(scorer.path for scorer in self.reward.scorers)]
+
+
+def read_recipe(path: Path, assignments: list[str], directory: Path | None = None) -> Recipe:
+    """The recipe with `key.path=value` applied and paths made absolute from `directory` (default: the current one).
+
+    Raises ConfigError with the list of everything that does not parse; `problems` looks at what does.
+    """
+    tree = override(read_yaml(path), assignments)
+    _resolve_paths(tree, directory or Path.cwd())
+    return parse(Recipe, tree, str(path))
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    path.write_text(dump(recipe))
+
+
+def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:
+    run = tree.get("run")
+    if isinstance(run, dict):
+        run.setdefault("directory", "runs")
+    scorers = _section(tree, "reward").get("scorers")
+    places = [
+        (_section(tree, "run"), "directory"),
+        (_section(tree, "model"), "path"),
+        (_section(tree, "coordinator", "data"), "path"),
+        (_section(tree, "coordinator", "evaluation"), "path"),
+        *((scorer, "path") for scorer in (scorers if isinstance(scorers, list) else []) if isinstance(scorer, dict)),
+    ]
+    for section, key in places:
+        value = section.get(key)
+        if isinstance(value, str):  # anything else is left for the model to refuse
+            section[key] = str((directory / Path(value).expanduser()).resolve())
+
+
+def _section(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """The section at these keys, or an empty one."""
+    node: Any = tree
+    for key in keys:
+        node = node.get(key) if isinstance(node, dict) else None
+    return node if isinstance(node, dict) else {}
+
+
+def problems(recipe: Recipe) -> list[str]:
+    """What does not fit together, each with what to do; empty when the run may start. Reads small files only."""
+    checks = (_missing_files, _model_folder, _lengths, _scorer, _nats, _run_folder)
+    return [problem for check in checks for problem in check(recipe)]
+
+
+def _missing_files(recipe: Recipe) -> list[str]:
+    named = {
+        "coordinator.data.path": Path(recipe.coordinator.data.path),
+        **{f"reward.scorers.{number}.path": scorer.path for number, scorer in enumerate(recipe.reward.scorers)},
+    }
+    if recipe.coordinator.evaluation is not None:
+        named["coordinator.evaluation.path"] = Path(recipe.coordinator.evaluation.path)
+    found = [f"{key}: no such file: {path}" for key, path in named.items() if not path.is_file()]
+    for number, scorer in enumerate(recipe.reward.scorers):
+        if scorer.path.is_file():
+            try:
+                compile(scorer.path.read_bytes(), str(scorer.path), "exec")
+            except (SyntaxError, ValueError) as error:
+                found.append(f"reward.scorers.{number}.path: not Python: {error}")
+    return found
+
+
+def _model_folder(recipe: Recipe) -> list[str]:
+    folder = Path(recipe.model.path)
+    if not folder.is_dir():
+        return [f"model.path: no such folder: {folder}"]
+    needed = ("config.json", "tokenizer.json")
+    found = [f"model.path: {folder} has no {name}" for name in needed if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        found.append(f"model.path: {folder} has no *.safetensors")
+    try:
+        shape = json.loads((folder / "config.json").read_text())
+        limit = shape.get("max_position_embeddings") if isinstance(shape, dict) else None
+    except (OSError, ValueError):
+        limit = None
+    if isinstance(limit, int) and recipe.rollout.max_sequence_tokens > limit:
+        found.append(
+            f"rollout.max_sequence_tokens: {recipe.rollout.max_sequence_tokens} is more than the model's "
+            f"max_position_embeddings, {limit}; at most {limit}"
+        )
+    return found
+
+
+def _lengths(recipe: Recipe) -> list[str]:
+    """Prompt and answer must fit into a sequence of the engine."""
+    coordinator, room = recipe.coordinator, recipe.rollout.max_sequence_tokens
+    prompt = coordinator.data.max_prompt_tokens
+    answers = {"coordinator.sampling.max_tokens": coordinator.sampling.max_tokens}
+    if coordinator.evaluation is not None:
+        answers["coordinator.evaluation.max_tokens"] = coordinator.evaluation.max_tokens
+    found = []
+    for key, answer in answers.items():
+        if prompt + answer > room:
+            ways = [f"rollout.max_sequence_tokens={prompt + answer}"]
+            if room > prompt:
+                ways.append(f"{key}={room - prompt}")
+            if room > answer:
+                ways.append(f"coordinator.data.max_prompt_tokens={room - answer}")
+            found.append(
+                f"{key}: coordinator.data.max_prompt_tokens + {key} = {prompt} + {answer} = {prompt + answer} > "
+                f"rollout.max_sequence_tokens = {room}; nearest that fit: {' or '.join(ways)}"
+            )
+    return found
+
+
+def _scorer(recipe: Recipe) -> list[str]:
+    name, separator, version = recipe.coordinator.scorer.partition("@")
+    for scorer in recipe.reward.scorers:
+        # A version that is not given is the file's digest, which the reward service knows.
+        if scorer.name == name and (not separator or scorer.version in (None, version)):
+            return []
+    known = ", ".join(s.name if s.version is None else f"{s.name}@{s.version}" for s in recipe.reward.scorers)
+    return [f"coordinator.scorer: no scorer {recipe.coordinator.scorer!r} in reward.scorers; there is {known}"]
+
+
+def _nats(recipe: Recipe) -> list[str]:
+    if recipe.nats.url is not None:
+        return []
+    try:
+        nats_server.find_binary()
+    except ConfigError as error:
+        return [f"nats.url: {error}"]
+    return []
+
+
+def _run_folder(recipe: Recipe) -> list[str]:
+    if not recipe.run_dir.exists():
+        return []
+    return [f"run.name: {recipe.run_dir} exists already; name this run otherwise: run.name={next_name(recipe.run)}"]
+
+
+def next_name(run: RunConfig) -> str:
+    """The name with the next number at its end that no folder has: demo, demo-2, demo-3."""
+    stem, separator, number = run.name.rpartition("-")
+    if not separator or not number.isdigit():
+        stem, number = run.name, "1"
+    following = int(number) + 1
+    while (run.directory / f"{stem}-{following}").exists():
+        following += 1
+    return f"{stem}-{following}"

@@ -1,0 +1,214 @@
+"""The run as one sees it: state from the coordinator's events, shown live on a terminal, as plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from antiphon.events.v1 import events_pb2
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+QUIET_SECONDS = 5.0  # without a line; then one says what is waited for
+SHOWN_METRICS = ("reward", "loss", "completions/mean_length", "score_failures")
+Clock = Callable[[], float]
+
+
+class RunProgress:
+    """What is known of the run so far. `lines` of an event are those worth keeping on the screen."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self.phase = "start"
+        self.step = 0
+        self.steps_planned = 0
+        self.steps_done = 0
+        self.waiting_for = "the services"
+        self.done = 0
+        self.of = 0
+        self.metrics: dict[str, float] = {}
+        self.evaluations: list[events_pb2.Evaluated] = []
+        self.ended: events_pb2.RunEnded | None = None
+        self._phase_began = clock()
+        self._step_began: float | None = None
+        self._seconds: dict[str, float] = {}
+        self._step_seconds: list[float] = []
+
+    @property
+    def phase_seconds(self) -> float:
+        return self._clock() - self._phase_began
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The mean of the Steps so far, times those to come; None before the first."""
+        if not self._step_seconds or not self.steps_planned:
+            return None
+        return sum(self._step_seconds) / len(self._step_seconds) * (self.steps_planned - self.steps_done)
+
+    def note(self, event: events_pb2.RunEvent) -> list[str]:
+        """Takes in one event; answers lines to print."""
+        kind = event.WhichOneof("event")
+        if kind == "phase_changed":
+            self._enter(event.phase_changed)
+        elif kind == "phase_progress":
+            progress = event.phase_progress
+            self.done, self.of = progress.done, progress.of
+            self.waiting_for = progress.detail or self.waiting_for
+        elif kind == "step_finished":
+            return [self._finish_step(event.step_finished)]
+        elif kind == "evaluated":
+            self.evaluations.append(event.evaluated)
+            return [describe_evaluation(event.evaluated)]
+        elif kind == "notice":
+            return [f"{event.notice.level}: {event.notice.message}"]
+        elif kind == "run_ended":
+            self.ended = event.run_ended
+        return []
+
+    def waiting(self) -> str:
+        """What is going on, in one line."""
+        where = self.phase if self.phase in ("start", "check", "export") else f"{self.phase}, step {self.step}"
+        amount = f": {self.done}/{self.of}" if self.of else ""
+        what = f", {self.waiting_for}" if self.waiting_for else ""
+        return f"{where}{amount}{what} ({self.phase_seconds:.0f} s)"
+
+    def _enter(self, change: events_pb2.PhaseChanged) -> None:
+        now = self._clock()
+        self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + now - self._phase_began
+        self.phase = events_pb2.RunPhase.Name(change.phase).removeprefix("RUN_PHASE_").lower()
+        if self.phase == "generate" and (self._step_began is None or change.step != self.step):
+            self._step_began, self._seconds = now, {}
+        self.step, self.waiting_for = change.step, change.waiting_for
+        self.done = self.of = 0
+        self._phase_began = now
+
+    def _finish_step(self, finished: events_pb2.StepFinished) -> str:
+        now = self._clock()
+        self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + now - self._phase_began
+        self._phase_began = now
+        self.steps_done, self.steps_planned = finished.step, finished.steps_planned
+        self.metrics = {metric.name: metric.value for metric in finished.metrics}
+        took = now - (self._step_began if self._step_began is not None else now)
+        self._step_seconds.append(took)
+        phases = " ".join(f"{name} {seconds:.1f}" for name, seconds in self._seconds.items() if name != "start")
+        self._seconds, self._step_began = {}, None
+        numbers = "  ".join(f"{name} {self.metrics[name]:.4g}" for name in SHOWN_METRICS if name in self.metrics)
+        left = self.seconds_left
+        rest = f"  left {duration(left)}" if left else ""
+        return f"step {finished.step}/{finished.steps_planned}  {numbers}  {took:.1f} s ({phases}){rest}"
+
+
+class View(Protocol):
+    """Where progress is shown."""
+
+    def line(self, text: str) -> None:
+        """Something to keep."""
+
+    def note(self, event: events_pb2.RunEvent) -> None:
+        """An event of the run."""
+
+    def tick(self) -> None:
+        """Called about once a second."""
+
+    def close(self) -> None:
+        """Nothing moves any more; lines may still come."""
+
+
+class PlainView:
+    """Lines, and one every few seconds while nothing else is said."""
+
+    def __init__(self, progress: RunProgress, stream: TextIO, clock: Clock = time.monotonic) -> None:
+        self._progress = progress
+        self._stream = stream
+        self._clock = clock
+        self._last = clock()
+
+    def line(self, text: str) -> None:
+        self._last = self._clock()
+        try:
+            print(text, file=self._stream, flush=True)
+        except (BrokenPipeError, ValueError):  # whoever read it has gone; the run goes on
+            pass
+
+    def note(self, event: events_pb2.RunEvent) -> None:
+        for text in self._progress.note(event):
+            self.line(text)
+
+    def tick(self) -> None:
+        if self._clock() - self._last >= QUIET_SECONDS:
+            self.line(f"… {self._progress.waiting()}")
+
+    def close(self) -> None:
+        pass
+
+
+class LiveView:
+    """Lines above, and below them two bars that move: the Steps and the phase."""
+
+    def __init__(self, progress: RunProgress, console: Console | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._progress = progress
+        self._console = console or Console(highlight=False, markup=False)
+        self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def line(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def note(self, event: events_pb2.RunEvent) -> None:
+        for text in self._progress.note(event):
+            self.line(text)
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        progress = self._progress
+        table = Table.grid(padding=(0, 1))
+        left = progress.seconds_left
+        steps = f"step {progress.steps_done}/{progress.steps_planned or '?'}"
+        bars: list[tuple[Any, Any, str]] = [
+            (steps, ProgressBar(max(1, progress.steps_planned), progress.steps_done, width=30),
+             "" if left is None else f"left {duration(left)}"),
+            (progress.phase, ProgressBar(progress.of or None, progress.done, width=30, pulse=not progress.of),
+             progress.waiting()),
+        ]  # fmt: skip
+        for bar in bars:
+            table.add_row(*bar)
+        return table
+
+
+def make_view(progress: RunProgress) -> View:
+    """Live on a terminal, plain lines where output goes elsewhere."""
+    if sys.stdout.isatty():
+        return LiveView(progress)
+    return PlainView(progress, sys.stdout)
+
+
+def describe_evaluation(evaluated: events_pb2.Evaluated) -> str:
+    failures = f", {evaluated.failures} could not be scored" if evaluated.failures else ""
+    return (
+        f"{evaluated.dataset}: mean score {evaluated.score_mean:.4f} over {evaluated.prompts} prompts "
+        f"with policy {evaluated.policy_version}{failures}"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Like 45 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
