@@ -43,13 +43,28 @@ def shapes_7b() -> list[tuple[str, list[int]]]:
 
 def write_7b(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": SHAPE_7B["hidden"],
-        "num_hidden_layers": SHAPE_7B["layers"], "intermediate_size": SHAPE_7B["inter"], "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": SHAPE_7B["vocab"], "max_position_embeddings": 4096, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "bos_token_id": 0, "eos_token_id": 1,
-    }))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "model_type": "qwen2",
+                "hidden_size": SHAPE_7B["hidden"],
+                "num_hidden_layers": SHAPE_7B["layers"],
+                "intermediate_size": SHAPE_7B["inter"],
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "vocab_size": SHAPE_7B["vocab"],
+                "max_position_embeddings": 4096,
+                "hidden_act": "silu",
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 1e6,
+                "tie_word_embeddings": False,
+                "torch_dtype": "bfloat16",
+                "bos_token_id": 0,
+                "eos_token_id": 1,
+            }
+        )
+    )
     (folder / "shapes.json").write_text(json.dumps(shapes_7b()))
     return folder
 
@@ -60,8 +75,16 @@ def write_llama(folder: Path) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
-    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
-                         num_key_value_heads=8, vocab_size=49152, initializer_range=0.05, tie_word_embeddings=False)
+    config = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=49152,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+    )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -75,21 +98,49 @@ def free_port() -> int:
 class Sender:
     """A sending process (or one per ZeRO-3 rank), and the lines it prints."""
 
-    def __init__(self, epoch: int, address: str, *, ranks: int = 1, env: dict[str, str] | None = None, **options: Any) -> None:
-        self.prefix, self.address, self.ranks, self.options, self.env = f"epoch{epoch}", address, ranks, options, env or {}
+    def __init__(
+        self, epoch: int, address: str, *, ranks: int = 1, env: dict[str, str] | None = None, **options: Any
+    ) -> None:
+        self.prefix, self.address, self.ranks, self.options, self.env = (
+            f"epoch{epoch}",
+            address,
+            ranks,
+            options,
+            env or {},
+        )
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def start(self) -> None:
         master = str(free_port())
         for rank in range(self.ranks):
-            command = [sys.executable, "-m", "benchmarks.spikes.gpu_seams.sender", "--address", self.address, "--prefix", self.prefix]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.spikes.gpu_seams.sender",
+                "--address",
+                self.address,
+                "--prefix",
+                self.prefix,
+            ]
             command += ["--rank", str(rank), "--ranks", str(self.ranks)]
             for name, value in self.options.items():
-                command += [f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)]
-            env = {**os.environ, **self.env, "RANK": str(rank), "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": str(rank),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": master}
-            self.processes.append(await asyncio.create_subprocess_exec(
-                *command, env=env, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=2**24))
+                command += (
+                    [f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)]
+                )
+            env = {
+                **os.environ,
+                **self.env,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.ranks),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": master,
+            }
+            self.processes.append(
+                await asyncio.create_subprocess_exec(
+                    *command, env=env, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=2**24
+                )
+            )
 
     async def line(self, event: str, seconds: float = 120.0) -> list[dict[str, Any]]:
         async def one(process: asyncio.subprocess.Process) -> dict[str, Any]:
@@ -101,6 +152,7 @@ class Sender:
                 text = raw.decode()
                 if text.startswith("SPIKE ") and json.loads(text[6:])["event"] == event:
                     return dict(json.loads(text[6:]))
+
         return await asyncio.gather(*(one(p) for p in self.processes))
 
     def go(self) -> None:
@@ -120,10 +172,19 @@ async def make_engine(model: str, *, dummy: bool, tp: int = 1, share: float = 0.
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = AsyncEngineArgs(
-        model=model, load_format="dummy" if dummy else "auto", dtype="bfloat16", enforce_eager=True,
-        gpu_memory_utilization=share, max_model_len=1024, tensor_parallel_size=tp, enable_sleep_mode=True,
-        skip_tokenizer_init=True, generation_config="vllm", logprobs_mode="processed_logprobs",
-        worker_extension_cls="benchmarks.spikes.gpu_seams.receiver.SpikeWorker", weight_transfer_config={"backend": "spike"},
+        model=model,
+        load_format="dummy" if dummy else "auto",
+        dtype="bfloat16",
+        enforce_eager=True,
+        gpu_memory_utilization=share,
+        max_model_len=1024,
+        tensor_parallel_size=tp,
+        enable_sleep_mode=True,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls="benchmarks.spikes.gpu_seams.receiver.SpikeWorker",
+        weight_transfer_config={"backend": "spike"},
     )
     return AsyncLLM.from_engine_args(arguments)
 
@@ -138,6 +199,7 @@ async def generate(engine: Any, seconds: float = 60.0, steps: int = 16) -> list[
         async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), parameters, os.urandom(8).hex()):
             last = output
         return list(last.outputs[0].token_ids)
+
     return await asyncio.wait_for(asyncio.gather(*(one(p) for p in PROMPTS)), seconds)
 
 
@@ -148,7 +210,13 @@ def agreement(a: list[list[int]], b: list[list[int]]) -> float:
 async def join(engine: Any, sender: Sender, tensors: str, **extra: Any) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-    info = {"address": sender.address, "prefix": sender.prefix, "dtype": "bfloat16", "tensors": tensors, "bucket_bytes": 512 << 20}
+    info = {
+        "address": sender.address,
+        "prefix": sender.prefix,
+        "dtype": "bfloat16",
+        "tensors": tensors,
+        "bucket_bytes": 512 << 20,
+    }
     await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={**info, **extra}))
 
 
@@ -179,7 +247,9 @@ async def experiment_push(model: str) -> dict[str, Any]:
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     engine = await make_engine(str(folder), dummy=True)
     before = (await engine.collective_rpc("spike_memory"))[0]
-    sender = Sender(1, f"127.0.0.1:{free_port()}", env={"CUDA_VISIBLE_DEVICES": "0"}, shapes=folder / "shapes.json", pushes=4)
+    sender = Sender(
+        1, f"127.0.0.1:{free_port()}", env={"CUDA_VISIBLE_DEVICES": "0"}, shapes=folder / "shapes.json", pushes=4
+    )
     await sender.start()
     began = time.monotonic()
     await asyncio.gather(join(engine, sender, (folder / "shapes.json").read_text()), sender.line("joined"))
@@ -199,15 +269,28 @@ async def experiment_kill(model: str) -> dict[str, Any]:
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     results = []
     bucket, epoch = 16 << 20, 0
-    variants = [{"paused": False, "outstanding": 2}, {"paused": False, "outstanding": 1}, {"paused": True, "outstanding": 2}]
+    variants = [
+        {"paused": False, "outstanding": 2},
+        {"paused": False, "outstanding": 1},
+        {"paused": True, "outstanding": 2},
+    ]
     engine = await make_engine(model, dummy=False)
     for variant in variants:
         row: dict[str, Any] = dict(variant)
         try:
             for kill_at in (0, 5, -1):
                 epoch += 1
-                sender = Sender(epoch, f"127.0.0.1:{free_port()}", env={"CUDA_VISIBLE_DEVICES": "0"}, model=model, bucket_bytes=bucket,
-                                perturb=0.02, seed=epoch, kill_at=kill_at, prompts=json.dumps(PROMPTS))
+                sender = Sender(
+                    epoch,
+                    f"127.0.0.1:{free_port()}",
+                    env={"CUDA_VISIBLE_DEVICES": "0"},
+                    model=model,
+                    bucket_bytes=bucket,
+                    perturb=0.02,
+                    seed=epoch,
+                    kill_at=kill_at,
+                    prompts=json.dumps(PROMPTS),
+                )
                 await sender.start()
                 tensors = json.dumps([[n, s] for n, s in await manifest_from(sender)])
                 await asyncio.gather(join(engine, sender, tensors, bucket_bytes=bucket), sender.line("joined"))
@@ -259,6 +342,7 @@ async def manifest_from(sender: Sender) -> list[tuple[str, list[int]]]:
         host, port = sender.address.rsplit(":", 1)
         store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=120), wait_for_workers=False)
         return PrefixStore(sender.prefix, store).get("manifest").decode()
+
     return [(n, s) for n, s in json.loads(await asyncio.to_thread(read))]
 
 
@@ -271,8 +355,17 @@ async def shared_gpu(model: str, *, ranks: int, tp: int, shapes: Path | None = N
     base = await generate(engine)
     rows, cycles = [], 3
     source: dict[str, Any] = {"shapes": shapes} if shapes else {"model": model, "zero3": True, "perturb": 0.02}
-    sender = Sender(1, f"127.0.0.1:{free_port()}", ranks=ranks, transport="ipc", receivers=tp, seed=1, pushes=cycles,
-                    prompts="" if shapes else json.dumps(PROMPTS), **source)
+    sender = Sender(
+        1,
+        f"127.0.0.1:{free_port()}",
+        ranks=ranks,
+        transport="ipc",
+        receivers=tp,
+        seed=1,
+        pushes=cycles,
+        prompts="" if shapes else json.dumps(PROMPTS),
+        **source,
+    )
     await sender.start()
     tensors = json.dumps(await manifest_from(sender))
     await sender.line("joined")
@@ -292,8 +385,16 @@ async def shared_gpu(model: str, *, ranks: int, tp: int, shapes: Path | None = N
         took, sent = await asyncio.gather(push(engine, sender), sender.line("pushed"))
         began = time.monotonic()
         await engine.wake_up(tags=["kv_cache"])
-        rows.append({"sleep": slept, "wake_weights": woke, "update_call_seconds": took, "wake_kv": time.monotonic() - began,
-                     "pushed": sent, "freed_gib": [round(b["free_gib"] - a["free_gib"], 2) for a, b in zip(awake, asleep, strict=True)]})
+        rows.append(
+            {
+                "sleep": slept,
+                "wake_weights": woke,
+                "update_call_seconds": took,
+                "wake_kv": time.monotonic() - began,
+                "pushed": sent,
+                "freed_gib": [round(b["free_gib"] - a["free_gib"], 2) for a, b in zip(awake, asleep, strict=True)],
+            }
+        )
         await engine.reset_prefix_cache()
     tokens = await generate(engine)
     if shapes:
@@ -303,7 +404,11 @@ async def shared_gpu(model: str, *, ranks: int, tp: int, shapes: Path | None = N
     trained = (await sender.line("greedy", 240))[0]["tokens"]
     await sender.end()
     engine.shutdown()
-    return {"cycles": rows, "greedy_agreement": agreement(tokens, trained), "changed_from_base": 1 - agreement(tokens, base)}
+    return {
+        "cycles": rows,
+        "greedy_agreement": agreement(tokens, trained),
+        "changed_from_base": 1 - agreement(tokens, base),
+    }
 
 
 async def main() -> None:
@@ -316,14 +421,22 @@ async def main() -> None:
     import vllm
 
     work = {
-        "push": lambda: experiment_push(args.model), "kill": lambda: experiment_kill(args.model),
+        "push": lambda: experiment_push(args.model),
+        "kill": lambda: experiment_kill(args.model),
         "ipc": lambda: shared_gpu(args.model, ranks=1, tp=1),
-        "ipc7b": lambda: shared_gpu(str(write_7b(Path("/tmp/shape-7b"))), ranks=1, tp=1, shapes=Path("/tmp/shape-7b/shapes.json")), "tp2": lambda: shared_gpu(str(write_llama(Path("/tmp/llama-tp"))), ranks=2, tp=2),
+        "ipc7b": lambda: shared_gpu(
+            str(write_7b(Path("/tmp/shape-7b"))), ranks=1, tp=1, shapes=Path("/tmp/shape-7b/shapes.json")
+        ),
+        "tp2": lambda: shared_gpu(str(write_llama(Path("/tmp/llama-tp"))), ranks=2, tp=2),
     }
     began = time.monotonic()
-    result = {"experiment": args.experiment, **await work[args.experiment](), "seconds": time.monotonic() - began,
-              "versions": {"torch": torch.__version__, "vllm": vllm.__version__, "python": platform.python_version()}}
-    Path(args.out).write_text(json.dumps(result, indent=1))
+    result = {
+        "experiment": args.experiment,
+        **await work[args.experiment](),
+        "seconds": time.monotonic() - began,
+        "versions": {"torch": torch.__version__, "vllm": vllm.__version__, "python": platform.python_version()},
+    }
+    await asyncio.to_thread(Path(args.out).write_text, json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))
 
 

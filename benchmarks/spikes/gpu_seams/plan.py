@@ -13,7 +13,9 @@ from torch.distributed import PrefixStore, ProcessGroupNCCL, TCPStore
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def plan(tensors: list[tuple[str, list[int]]], itemsize: int, bucket_bytes: int) -> list[list[tuple[str, list[int], int]]]:
+def plan(
+    tensors: list[tuple[str, list[int]]], itemsize: int, bucket_bytes: int
+) -> list[list[tuple[str, list[int], int]]]:
     """Buckets of (name, shape, numel): consecutive tensors up to bucket_bytes."""
     buckets: list[list[tuple[str, list[int], int]]] = [[]]
     filled = 0
@@ -35,10 +37,10 @@ def slice_numel(numel: int, rank: int, ranks: int) -> int:
     return max(0, min(numel, (rank + 1) * part) - rank * part)
 
 
-def make_group(address: str, prefix: str, rank: int, size: int, deadline: float, master: bool = False) -> tuple[Any, Any]:
+def make_group(address: str, prefix: str, rank: int, size: int, deadline: float) -> tuple[Any, Any]:
     """A private NCCL group that does not tear its process down when a peer dies."""
     host, port = address.rsplit(":", 1)
-    store = TCPStore(host, int(port), is_master=master, timeout=timedelta(seconds=deadline), wait_for_workers=False)
+    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=deadline), wait_for_workers=False)
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     try:
         options = ProcessGroupNCCL.Options()

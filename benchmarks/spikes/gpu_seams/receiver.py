@@ -57,7 +57,8 @@ class SpikeEngine(WeightTransferEngine[Init, Update]):
         if init_info.transport == "ipc":
             host, port = init_info.address.rsplit(":", 1)
             self.store = PrefixStore(
-                init_info.prefix, TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=init_info.deadline))
+                init_info.prefix,
+                TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=init_info.deadline)),
             )
             self.remote = []
             for rank in range(init_info.sender_ranks):
@@ -65,8 +66,13 @@ class SpikeEngine(WeightTransferEngine[Init, Update]):
                 for slot in range(2):
                     handle = json.loads(self.store.get(f"handle/{rank}/{slot}"))
                     storage = torch.UntypedStorage._new_shared_cuda(
-                        handle["device"], bytes.fromhex(handle["handle"]), handle["bytes"], handle["offset"],
-                        bytes.fromhex(handle["counter"]), handle["counter_offset"], bytes.fromhex(handle["event"]),
+                        handle["device"],
+                        bytes.fromhex(handle["handle"]),
+                        handle["bytes"],
+                        handle["offset"],
+                        bytes.fromhex(handle["counter"]),
+                        handle["counter_offset"],
+                        bytes.fromhex(handle["event"]),
                         handle["event_sync"],
                     )
                     flat = torch.tensor([], dtype=self.dtype, device=f"cuda:{handle['device']}").set_(storage)
@@ -74,7 +80,9 @@ class SpikeEngine(WeightTransferEngine[Init, Update]):
                 self.remote.append(views)
             self.buffers = [torch.empty(size, dtype=self.dtype, device=self.device)]
             return
-        _, self.group = make_group(init_info.address, init_info.prefix, 1 + me, 1 + init_info.receiver_ranks, init_info.deadline)
+        _, self.group = make_group(
+            init_info.address, init_info.prefix, 1 + me, 1 + init_info.receiver_ranks, init_info.deadline
+        )
         warm = torch.zeros(1024, device=self.device)
         options = BroadcastOptions()
         options.rootRank = 0

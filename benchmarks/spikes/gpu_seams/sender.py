@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def say(**fields: Any) -> None:
 def build(args: argparse.Namespace) -> tuple[Any, dict[str, torch.Tensor], list[tuple[str, list[int]]]]:
     """(model or None, flat slice of this rank by name, [(name, shape)])."""
     if args.shapes:  # random weights of a given shape: for timing
-        tensors = [(n, s) for n, s in json.loads(open(args.shapes).read())]
+        tensors = [(n, s) for n, s in json.loads(Path(args.shapes).read_text())]
         generator = torch.Generator(device="cuda").manual_seed(args.seed)
         slices = {}
         for name, shape in tensors:
@@ -54,11 +55,16 @@ def build(args: argparse.Namespace) -> tuple[Any, dict[str, torch.Tensor], list[
         import deepspeed
 
         config = {
-            "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": args.dtype == "bfloat16"},
-            "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True,
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": args.dtype == "bfloat16"},
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
         }
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5), config=config, dist_init_required=True
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5),
+            config=config,
+            dist_init_required=True,
         )
         held = {
             name: p.ds_tensor.detach().view(-1)[: slice_numel(p.ds_numel, args.rank, args.ranks)]
@@ -82,13 +88,20 @@ def greedy(model: Any, prompts: list[list[int]], steps: int) -> list[list[int]]:
     return answers
 
 
-def main() -> None:
+def main() -> None:  # noqa: PLR0912, PLR0915 - one experiment, read from top to bottom
     parser = argparse.ArgumentParser()
     for name in ("--model", "--shapes", "--address", "--prefix", "--prompts"):
         parser.add_argument(name, default="")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--transport", default="nccl")
-    for name, value in (("--rank", 0), ("--ranks", 1), ("--receivers", 1), ("--seed", 0), ("--pushes", 1), ("--kill-at", -1)):
+    for name, value in (
+        ("--rank", 0),
+        ("--ranks", 1),
+        ("--receivers", 1),
+        ("--seed", 0),
+        ("--pushes", 1),
+        ("--kill-at", -1),
+    ):
         parser.add_argument(name, type=int, default=value)
     parser.add_argument("--bucket-bytes", type=int, default=512 << 20)
     parser.add_argument("--perturb", type=float, default=0.0)
@@ -113,11 +126,25 @@ def main() -> None:
         wait(group.broadcast([torch.zeros(1024, device="cuda")], options), time.monotonic() + 60, "warm-up")
     else:
         for slot, buffer in enumerate(buffers):
-            device, handle, nbytes, offset, counter, counter_offset, event, sync = buffer.untyped_storage()._share_cuda_()
-            store.set(f"handle/{args.rank}/{slot}", json.dumps({
-                "device": device, "handle": handle.hex(), "bytes": nbytes, "offset": offset, "counter": counter.hex(),
-                "counter_offset": counter_offset, "event": event.hex(), "event_sync": sync, "numel": size,
-            }))
+            device, handle, nbytes, offset, counter, counter_offset, event, sync = (
+                buffer.untyped_storage()._share_cuda_()
+            )
+            store.set(
+                f"handle/{args.rank}/{slot}",
+                json.dumps(
+                    {
+                        "device": device,
+                        "handle": handle.hex(),
+                        "bytes": nbytes,
+                        "offset": offset,
+                        "counter": counter.hex(),
+                        "counter_offset": counter_offset,
+                        "event": event.hex(),
+                        "event_sync": sync,
+                        "numel": size,
+                    }
+                ),
+            )
         say(event="joined")
     for push in range(args.pushes):
         sys.stdin.readline()
