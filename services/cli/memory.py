@@ -70,5 +70,3 @@ def _owner(pid: int, owners: Mapping[int, str]) -> str:
             return owners[pid]
         pid = parent_of(pid)
     return OTHER
-
-

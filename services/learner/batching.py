@@ -6,15 +6,21 @@ Rows are first laid out in *lines*. A line is one row, or several that begin ali
     row 1   c c c b b
 
 The siblings of a group share their prompt, so its tokens are computed once a line instead of once a row; the log-probs
-and their gradient are the same. Lines then go to ranks (longest first, to the rank with the least work) and, on each
-rank, into micro-batches of at most `token_budget` padded tokens. A rank that has fewer micro-batches than another gets
-empty ones: every rank must take part in every collective of ZeRO-3.
+and their gradient are the same. It is done where it saves enough (SHARING_SAVES).
+
+Lines then go to ranks (longest first, to the rank with the least work) and, on each rank, into micro-batches of at most
+`token_budget` padded tokens. A rank that has fewer micro-batches than another gets empty ones: every rank must take
+part in every collective of ZeRO-3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+SHARING_SAVES = 0.25
+"""Share of a family's tokens that sharing must save: attention under a mask costs more, and answers longer than their
+prompt gain little."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,10 @@ def _lines(rows: Sequence[Row], longest_shared: int) -> list[Line]:
             families.setdefault(key, []).append(index)
     lines: list[Line] = []
     for family in families.values():
+        saved = (len(family) - 1) * rows[family[0]].context_length
+        if saved < SHARING_SAVES * sum(len(rows[i].token_ids) for i in family):
+            lines += [_line(rows, [index]) for index in family]
+            continue
         members: list[int] = []
         for index in sorted(family, key=lambda i: (-len(rows[i].token_ids), i)):
             if members and _line(rows, [*members, index]).length > longest_shared:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-CHUNK_LOGITS = 1 << 26
-"""Float32 logits at a time: 256 MiB."""
+CHUNK_LOGITS = 1 << 25
+"""Float32 logits at a time: 128 MiB, and as much again for what is made of them."""
 
 
 class LogprobHead(torch.nn.Module):

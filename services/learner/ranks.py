@@ -38,7 +38,8 @@ JUDGE_SECONDS = 0.3
 """After the first sign of a loss the others have so long to give theirs, so that the cause is told from its echoes."""
 STOP_SECONDS = 5.0
 WATCH_PERIOD_SECONDS = 1.0
-TRACEBACK_CHARACTERS = 4000
+TRACEBACK_CHARACTERS = 1000
+"""Of the end of a rank's traceback, in the error: a gRPC status has room for little more. All of it is in the log."""
 
 
 class Ranks(Protocol):

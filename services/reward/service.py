@@ -13,7 +13,7 @@ from services.common.errors import InvalidRequest
 from services.reward.scorer import Outcome, Scorer, ScorerSet, full_name
 
 
-class RewardService(reward_pb2_grpc.RewardServiceServicer):  # type: ignore[misc]
+class RewardService(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, scorers: ScorerSet) -> None:
         self._scorers = scorers
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import logging
+import os
 
 from antiphon.events.v1 import events_pb2
 
@@ -30,4 +31,6 @@ async def build(process: ProcessConfig[RolloutConfig]) -> Worker:
 
 
 if __name__ == "__main__":
-    sys.exit(main("services.rollout", RolloutConfig, build))
+    code = main("services.rollout", RolloutConfig, build)
+    logging.shutdown()
+    os._exit(code)  # the interpreter takes seconds to unload vLLM, and nothing is left to do

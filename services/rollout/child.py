@@ -1,7 +1,7 @@
 """What a child process of this service runs before anything else: it asks to die with its parent.
 
 multiprocessing makes a spawned child run the module that `__main__.__spec__` names, except a package's `__main__`; so
-`vllm_engine.py` names this module while it starts its child. A hook inside vLLM would come too late: a child whose
+`vllm_start.py` names this module while it starts its child. A hook inside vLLM would come too late: a child whose
 parent is killed while it imports or shakes hands waits for minutes.
 """
 

@@ -24,7 +24,7 @@ from services.rollout.updates import Committed, Probe
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):  # type: ignore[misc]
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """antiphon.rollout.v1.RolloutService."""
 
     def __init__(self, rollout: Rollout) -> None:
@@ -105,7 +105,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):  # type: ignore[
         )
 
 
-class TenantServicer(tenant_pb2_grpc.TenantServiceServicer):  # type: ignore[misc]
+class TenantServicer(tenant_pb2_grpc.TenantServiceServicer):
     """antiphon.tenant.v1.TenantService."""
 
     def __init__(self, rollout: Rollout) -> None:

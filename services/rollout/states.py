@@ -52,7 +52,7 @@ class Life:
             raise RuntimeError(f"no way from {name(self.state)} to {name(state)}")
         if (state == READY) != (verified is not None):
             raise RuntimeError(f"{name(state)} with policy {verified}: READY, and only it, is a verified policy")
-        log = logger.warning if state in (STALE, FAILED) else logger.info
+        log = logger.warning if state == FAILED or (self.state, state) == (UPDATING, STALE) else logger.info
         log("%s -> %s%s", name(self.state), name(state), f": {reason}" if reason else "")
         self.state = state
         self.reason = reason

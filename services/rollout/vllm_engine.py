@@ -1,17 +1,11 @@
-"""The engine on vLLM's AsyncLLM. The only file of this process that imports vllm."""
+"""The engine on vLLM's AsyncLLM. This file and vllm_start.py are what imports vllm in the service's process."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import json
 import logging
-import os
-import sys
-import threading
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from antiphon.types.v1.chat_pb2 import Conversation
@@ -19,10 +13,10 @@ from antiphon.types.v1.transfer_pb2 import TransferManifest
 
 from services.common import errors
 from services.common.config import ProcessConfig
-from services.common.errors import ConfigError, Internal, InvalidRequest, Unavailable
-from services.rollout.child import PARENT_VARIABLE
-from services.rollout.config import RolloutConfig, environment
+from services.common.errors import Internal, InvalidRequest, Unavailable
+from services.rollout.config import RolloutConfig
 from services.rollout.engine import EngineDead, EngineInfo, Received, Sample, SampleRequest, Span, Unmatched
+from services.rollout.vllm_start import start_llm
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -30,9 +24,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRANSFER_BACKEND = "antiphon"  # vllm_weights.py registers it
 POLL_SECONDS = 0.02
 ABORT_SECONDS = 10.0
+# The engine core answers between two forward passes; one that is silent for longer is taken for dead.
+ANSWER_SECONDS = 60.0
+LOAD_SECONDS = 300.0
 SHUTDOWN_SECONDS = 2.0
 # vLLM raises a temperature between 0 and 0.01 to 0.01, and refuses more than 2.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
@@ -49,37 +45,9 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, process: ProcessConfig[RolloutConfig]) -> VllmEngine:
-        """Starts vLLM with dummy weights: nothing is served before a publication, which fills every parameter.
-
-        vLLM is imported and built in a thread of its own, so the service answers meanwhile. That thread stays: the
-        engine core dies with the thread that made it.
-        """
-        max_sequence_tokens = _max_sequence_tokens(Path(process.model.path), process.settings)
-        loop = asyncio.get_running_loop()
-        built: asyncio.Future[AsyncLLM] = loop.create_future()
-
-        def settle(llm: AsyncLLM | None, error: BaseException | None) -> None:
-            if built.cancelled():
-                return
-            if llm is not None:
-                built.set_result(llm)
-            elif error is not None:
-                built.set_exception(error)
-
-        def build() -> None:
-            try:
-                llm, error = _build(process, max_sequence_tokens), None
-            except BaseException as caught:
-                llm, error = None, caught
-            loop.call_soon_threadsafe(settle, llm, error)
-            threading.Event().wait()  # for ever
-
+        """Raises ConfigError for a folder that holds no model, Unavailable when vLLM does not start."""
         begin = time.monotonic()
-        threading.Thread(target=build, name="vllm", daemon=True).start()
-        try:
-            llm = await built
-        except Exception as error:
-            raise Unavailable(f"vLLM did not start with {process.model.path}: {error!r}") from error
+        llm = await start_llm(process)
         logger.info("vLLM is up after %.1f s", time.monotonic() - begin)
         return cls(llm, _info(llm))
 
@@ -90,7 +58,8 @@ class VllmEngine:
     def problem(self) -> str | None:
         if self._torn is not None:
             return self._torn
-        return f"vLLM's engine core (pid {self._info.pids}) is dead" if self._llm.errored else None
+        pids = ", ".join(str(pid) for pid in self._info.pids)
+        return f"vLLM's engine core (pid {pids}) is dead" if self._llm.errored else None
 
     async def generate(self, request: SampleRequest) -> Sample:
         from vllm import SamplingParams
@@ -186,7 +155,7 @@ class VllmEngine:
 
     async def load(self, policy_version: int) -> None:
         try:
-            refusals = await self._on_workers("antiphon_load")
+            refusals = await self._on_workers("antiphon_load", limit_seconds=LOAD_SECONDS)
             if any(refusals):
                 raise Unavailable(f"nothing was loaded: {next(filter(None, refusals))}")
             if not await self._guarded(self._llm.reset_prefix_cache()):
@@ -234,16 +203,19 @@ class VllmEngine:
             raise Internal(f"{request_id}: vLLM answered nothing")
         return last
 
-    async def _on_workers(self, method: str, *args: Any) -> list[Any]:
-        answers: list[Any] = await self._guarded(self._llm.collective_rpc(method, args=args))
+    async def _on_workers(self, method: str, *args: Any, limit_seconds: float = ANSWER_SECONDS) -> list[Any]:
+        answers: list[Any] = await self._guarded(self._llm.collective_rpc(method, args=args), limit_seconds)
         return answers
 
-    async def _guarded(self, call: Any) -> Any:
+    async def _guarded(self, call: Awaitable[Any], limit_seconds: float = ANSWER_SECONDS) -> Any:
         """A call to the engine core, with its errors as ours: EngineDead, or Internal for what it raised."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return await call
+            return await asyncio.wait_for(call, limit_seconds)
+        except TimeoutError:
+            self._torn = f"vLLM's engine core did not answer within {limit_seconds:.0f} s"
+            raise EngineDead(self._torn) from None
         except EngineDeadError as error:
             raise EngineDead(self.problem() or str(error)) from error
         except Exception as error:
@@ -259,56 +231,6 @@ class VllmEngine:
             if all(state["phase"] == phase for state in states):
                 return states
             await asyncio.sleep(POLL_SECONDS)
-
-
-def _max_sequence_tokens(model: Path, settings: RolloutConfig) -> int:
-    try:
-        config = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {model} is no Hugging Face folder: config.json: {error}") from None
-    own = config.get("max_position_embeddings", settings.max_sequence_tokens)
-    if own < settings.max_sequence_tokens:
-        logger.warning(
-            "max_sequence_tokens: %d, the model's own limit, instead of %d", own, settings.max_sequence_tokens
-        )
-    return min(int(own), settings.max_sequence_tokens)
-
-
-def _build(process: ProcessConfig[RolloutConfig], max_sequence_tokens: int) -> AsyncLLM:
-    """Imports and starts vLLM; the environment is inherited by the child in which the model lives."""
-    os.environ.update(environment(process.settings))
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    settings = process.settings
-    arguments = AsyncEngineArgs(
-        model=process.model.path,
-        dtype=process.model.dtype,
-        load_format="dummy",
-        generation_config="vllm",  # the model folder's sampling defaults have no say
-        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from
-        max_model_len=max_sequence_tokens,
-        max_num_seqs=settings.max_running,
-        kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30),
-        enable_prefix_caching=settings.prefix_cache,
-        enforce_eager=True,
-        distributed_executor_backend="uni",
-        weight_transfer_config=WeightTransferConfig(backend=TRANSFER_BACKEND),
-        worker_extension_cls="services.rollout.vllm_weights.WorkerExtension",
-        disable_log_stats=True,
-        seed=0,
-    )
-    main = sys.modules["__main__"]
-    own = main.__spec__
-    main.__spec__ = importlib.util.find_spec("services.rollout.child")
-    try:
-        return AsyncLLM.from_engine_args(arguments)
-    finally:
-        main.__spec__ = own
 
 
 def _info(llm: AsyncLLM) -> EngineInfo:

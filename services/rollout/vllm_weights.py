@@ -28,14 +28,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from services.common.errors import AntiphonError, Conflict, InvalidRequest, Unavailable
 from services.common.weights.manifest import sent
 from services.common.weights.receiver import Receiver
-from services.rollout.vllm_engine import TRANSFER_BACKEND
 from services.rollout.vllm_names import expected_shapes, tied_heads, unmatched
+from services.rollout.vllm_start import TRANSFER_BACKEND
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class JoinInfo(WeightTransferInitInfo):
     """Where and as whom to join; `manifest` is a serialised TransferManifest."""
 
     manifest: bytes
@@ -44,7 +44,7 @@ class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class LoadInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+class LoadInfo(WeightTransferUpdateInfo):
     """Nothing: what is loaded is what was staged."""
 
 
@@ -122,7 +122,7 @@ class Transfer:
         }
 
 
-class AntiphonWeightTransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):  # type: ignore[misc]
+class AntiphonWeightTransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
     """vLLM's life cycle of an update, after the receiving: start, update and finish all run at the commit."""
 
     init_info_cls = JoinInfo

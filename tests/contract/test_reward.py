@@ -35,7 +35,7 @@ DEADLINE_SECONDS = 60.0
 TIMEOUT_SECONDS = 2.0
 INFRA, DATA = reward_pb2.FAILURE_KIND_INFRA, reward_pb2.FAILURE_KIND_DATA
 
-USER_FILE = '''
+USER_FILE = """
 import os, signal, subprocess, sys, threading, time, socket, decimal, fractions, tempfile, asyncio
 import numpy
 
@@ -161,7 +161,7 @@ def runs_program(path):
 
 def score(prompt, response, reference, **columns):
     return globals()[response](**columns)
-'''
+"""
 
 SCORES: dict[str, float] = {
     "ok": 0.25, "true": 1.0, "false": 0.0, "integer": 3.0, "numpy_scalar": 0.5, "numpy_bool": 1.0, "numpy_one": 0.75,

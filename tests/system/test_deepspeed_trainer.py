@@ -17,6 +17,7 @@ from antiphon.types.v1 import transfer_pb2
 from services.common.config import ProcessConfig, dump, parse
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.weights.receiver import Receiver
+from services.learner.batching import Row, plan_micro_batches
 from services.learner.config import LearnerConfig
 from services.learner.learner import Learner
 from services.learner.process import rank_environment
@@ -155,10 +156,14 @@ def assert_same_gradients(found, expected) -> None:
 
 async def test_gradient_is_that_of_plain_torch_however_the_batch_is_cut(group):
     """The same eight rows as 1×8, 2×4, 8×1 micro-batches, prompts shared or not, on one rank and on two."""
-    batch = make_batch(group.plain.config.vocab_size)[:8]  # 1 + 3 + 3 rows of groups, and 1 more below
+    batch = make_batch(group.plain.config.vocab_size)  # 1 + 3 + 3 rows of groups, and 1 more
     batch.append(make_batch(group.plain.config.vocab_size, seed=9, prompts=1)[0])
     batch[-1].trajectory_id = "train/0/9/0"
+    assert len(batch) == 8
     longest = max(len(row.token_ids) for row in batch)
+    rows = [Row(list(r.token_ids), [i for i, trained in enumerate(r.loss_mask) if trained]) for r in batch]
+    ((whole,),) = plan_micro_batches(rows, ranks=1, token_budget=10_000, share_contexts=True)
+    assert len(whole) < len(rows)  # some do share
     plain = PlainTrainer(group.plain, 0.0)
     plain.begin_step(batch, TEMPERATURE)
     expected = plain.update(batch, TEMPERATURE)

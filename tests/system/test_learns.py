@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from services.common.announcements import Registry
 from services.common.bus import Bus
 from services.common.client import Peer
 from services.common.config import load_process_config
+from services.common.errors import Unavailable
 from services.reward.config import RewardConfig
 from tests.tiny import models, task
 
@@ -108,7 +109,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
             "evaluation": {"path": "heldout.jsonl", "name": "heldout", "max_tokens": task.MAX_ANSWER_TOKENS},
             "publication": {"bucket_mib": 1},
         },
-        "rollout": {"max_sequence_tokens": 32, "kv_cache_gib": 0.25, "max_running": 256},
+        "rollout": {"max_sequence_tokens": 64, "kv_cache_gib": 0.25, "max_running": 256},
         "reward": {"scorers": [{"name": "exact", "path": str(task.REWARD_FILE)}]},
         "learner": {"optimizer": {"learning_rate": 2e-4}},
     }
@@ -166,8 +167,7 @@ async def look_at_services(process: subprocess.Popen[bytes], run_dir: Path) -> L
     async with asyncio.timeout(START_SECONDS):
         last_written = run_dir / "processes" / "coordinator-0.yaml"
         while not (last_written.exists() and "settings" in last_written.read_text()):
-            if process.poll() is not None:
-                raise TimeoutError(f"antiphon ended with exit code {process.returncode} before its services were up")
+            require_running(process)
             await asyncio.sleep(0.05)
         service = load_process_config(RewardConfig, run_dir / "processes" / "reward-0.yaml").service
         bus = await Bus.connect(service.nats_url, "test_learns", service.nats_monitor_url)
@@ -176,10 +176,12 @@ async def look_at_services(process: subprocess.Popen[bytes], run_dir: Path) -> L
         try:
             kinds = {name.removeprefix("WORKER_KIND_").lower(): kind for name, kind in events_pb2.WorkerKind.items()}
             del kinds["unspecified"]
-            assert await registry.wait_for(lambda: all(registry.alive(kind) for kind in kinds.values()), START_SECONDS)
+            while not all(registry.alive(kind) for kind in kinds.values()):
+                require_running(process)
+                await asyncio.sleep(0.05)
             workers = {name: registry.alive(kind) for name, kind in kinds.items()}
             assert all(len(found) == 1 for found in workers.values()), workers
-            states = {name: await ready(workers[name][0]) for name in ("rollout", "learner")}
+            states = {name: await ready(workers[name][0], process) for name in ("rollout", "learner")}
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
@@ -196,15 +198,22 @@ async def look_at_services(process: subprocess.Popen[bytes], run_dir: Path) -> L
     )
 
 
-async def ready(worker: events_pb2.WorkerAnnouncement) -> tenant_pb2.GetStateResponse:
+def require_running(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        raise TimeoutError(f"antiphon ended with exit code {process.returncode} before its services were ready")
+
+
+async def ready(worker: events_pb2.WorkerAnnouncement, process: subprocess.Popen[bytes]) -> tenant_pb2.GetStateResponse:
     """The worker's state once it holds a verified policy: then whatever does the work is up."""
     peer = Peer(worker.worker_id, worker.address)
     try:
         stub = tenant_pb2_grpc.TenantServiceStub(peer.channel)
         while True:
-            state = await peer.call(stub.GetState, tenant_pb2.GetStateRequest(), deadline_seconds=10.0)
-            if state.state == tenant_pb2.WORKER_STATE_READY:
-                return state
+            require_running(process)
+            with suppress(Unavailable):  # while it starts
+                state = await peer.call(stub.GetState, tenant_pb2.GetStateRequest(), deadline_seconds=10.0)
+                if state.state == tenant_pb2.WORKER_STATE_READY:
+                    return state
             await asyncio.sleep(0.1)
     finally:
         await peer.close()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import random
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +135,8 @@ def greedy_accuracy(folder: Path, examples: list[Example]) -> float:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     longest = max(len(example.reference) for example in examples) + 1
-    answers = greedy_answers(model, [example.prompt for example in examples], longest)
+    with _one_thread():
+        answers = greedy_answers(model, [example.prompt for example in examples], longest)
     return sum(a == e.reference for a, e in zip(answers, examples, strict=True)) / len(examples)
 
 
@@ -156,8 +159,9 @@ def pretrain(
     seed: int = 0,
     right_share: float = 0.4,
     wanted_in_form: float = 0.98,
+    highest_accuracy: float = 0.45,
     learning_rate: float = 1e-3,
-    batch_size: int = 128,
+    batch_size: int = 32,
     max_updates: int = 2000,
 ) -> Pretrained:
     """Teaches the model in the folder both answers to each prompt, the right one in `right_share` of the cases.
@@ -171,25 +175,38 @@ def pretrain(
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     chooser = random.Random(seed)
-    for update in range(1, max_updates + 1):
-        chosen = chooser.sample(training, min(batch_size, len(training)))
-        pairs = [(e.prompt, e.reference if chooser.random() < right_share else e.tempting) for e in chosen]
-        loss = _supervised_loss(model, pairs)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        if update % 20:
-            continue
-        right = _greedy_is(model, [(example.prompt, example.reference) for example in heldout])
-        tempting = _greedy_is(model, [(example.prompt, example.tempting) for example in heldout])
-        in_form = float((right | tempting).double().mean())
-        accuracy = float(right.double().mean())
-        if in_form >= wanted_in_form and accuracy < 0.5:
-            model.save_pretrained(folder)
-            return Pretrained(accuracy, in_form, update)
-    raise RuntimeError(
-        f"{folder}: {in_form:.2f} of the answers in form, {accuracy:.2f} right, after {max_updates} updates"
-    )
+    in_form = accuracy = 0.0
+    with _one_thread():
+        for update in range(1, max_updates + 1):
+            chosen = chooser.sample(training, min(batch_size, len(training)))
+            pairs = [(e.prompt, e.reference if chooser.random() < right_share else e.tempting) for e in chosen]
+            ids, labels = _batch(pairs)
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=labels).loss.backward()
+            optimizer.step()
+            if update % 20:
+                continue
+            right = _greedy_is(model, [(example.prompt, example.reference) for example in heldout])
+            tempting = _greedy_is(model, [(example.prompt, example.tempting) for example in heldout])
+            in_form = float((right | tempting).double().mean())
+            accuracy = float(right.double().mean())
+            if in_form >= wanted_in_form and accuracy <= highest_accuracy:
+                model.save_pretrained(folder)
+                return Pretrained(accuracy, in_form, update)
+    raise RuntimeError(f"{folder}: {in_form:.2f} in form, {accuracy:.2f} right, after {max_updates} updates")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For so small a model a second thread is mostly waited for."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _greedy_is(model: Any, pairs: list[tuple[str, str]]) -> torch.Tensor:
@@ -202,12 +219,6 @@ def _greedy_is(model: Any, pairs: list[tuple[str, str]]) -> torch.Tensor:
         choices = model(input_ids=ids).logits[:, :-1].argmax(-1)
     right = (choices == labels[:, 1:]) | (labels[:, 1:] == IGNORED)
     return right.all(dim=1)
-
-
-def _supervised_loss(model: Any, pairs: list[tuple[str, str]]) -> torch.Tensor:
-    ids, labels = _batch(pairs)
-    loss: torch.Tensor = model(input_ids=ids, labels=labels).loss
-    return loss
 
 
 def _batch(pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,6 +40,7 @@ class Sender:
         Raises Unavailable when somebody did not come in time.
         """
         cuts.validate(manifest)
+        tensor_digest("", torch.zeros(1), 0)  # the kernel is loaded now, not during the first publication
         end = time.monotonic() + deadline_seconds
         if store is None:
             store = connect_store(manifest.address, deadline_seconds)

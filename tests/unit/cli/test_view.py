@@ -26,9 +26,7 @@ def phase(name: str, step: int, waiting_for: str = "") -> events_pb2.RunEvent:
 
 def finished(step: int, planned: int, **metrics: float) -> events_pb2.RunEvent:
     named = [events_pb2.Metric(name=name, value=value) for name, value in metrics.items()]
-    return events_pb2.RunEvent(
-        step_finished=events_pb2.StepFinished(step=step, steps_planned=planned, metrics=named)
-    )
+    return events_pb2.RunEvent(step_finished=events_pb2.StepFinished(step=step, steps_planned=planned, metrics=named))
 
 
 def play(progress: RunProgress, clock: Clock, *script: Any) -> list[str]:
@@ -54,9 +52,7 @@ def test_a_step_is_one_line_with_its_phases_and_what_is_left() -> None:
     assert lines == [
         "step 1/11  reward 0.25  loss 0.125  9.5 s (generate 5.0 score 1.0 train 3.0 publish 0.5)  left 1 min 35 s"
     ]
-    (second,) = play(
-        progress, clock, phase("GENERATE", 2), 2.0, phase("TRAIN", 2), 1.5, finished(2, 11, reward=0.5)
-    )
+    (second,) = play(progress, clock, phase("GENERATE", 2), 2.0, phase("TRAIN", 2), 1.5, finished(2, 11, reward=0.5))
     assert second == "step 2/11  reward 0.5  3.5 s (generate 2.0 train 1.5)  left 58 s"  # 9 × (9.5 + 3.5) / 2
 
 

@@ -18,9 +18,9 @@ def make_batch(
     dice = random.Random(seed)
     batch: list[learner_pb2.TrainTrajectory] = []
     for prompt in range(prompts):
-        begin = [dice.randrange(vocabulary) for _ in range(dice.randint(3, 9))]
+        begin = [dice.randrange(vocabulary) for _ in range(dice.randint(5, 9))]
         for sample in range(siblings if prompt else 1):
-            answer = [dice.randrange(vocabulary) for _ in range(dice.randint(2, 11))]
+            answer = [dice.randrange(vocabulary) for _ in range(dice.randint(2, 9))]
             mask = [False] * len(begin) + [True] * len(answer)
             if sample == 1:
                 mask[len(begin) + 1] = False
@@ -42,7 +42,7 @@ def make_header(
     plan: list[list[int]] | None = None,
     temperature: float = 0.7,
 ) -> learner_pb2.StepHeader:
-    """A header whose Updates train on the rows of `plan`, by number; without it one Update of all."""
+    """A header whose Updates train on the rows of `plan`, by number; one Update of all rows without it."""
     header = learner_pb2.StepHeader(step_id=step_id, batch_digest=digest_messages(batch), trajectory_count=len(batch))
     header.policy.loss = learner_pb2.POLICY_LOSS_PPO
     header.policy.aggregation = learner_pb2.AGGREGATION_TOKEN

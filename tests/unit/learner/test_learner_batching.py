@@ -106,6 +106,12 @@ def test_each_predicted_token_sees_exactly_what_came_before_it_in_its_row(seed, 
     assert seen == {(i, position): 1 for i, row in enumerate(rows) for position in row.predicted}
 
 
+def test_what_would_save_little_is_not_shared():
+    rows = [Row([1, 2, *range(30)], list(range(2, 32))) for _ in range(8)]
+    ((alone,),) = plan_micro_batches(rows, ranks=1, token_budget=5000, share_contexts=True)
+    assert [len(line.rows) for line in alone] == [1] * 8
+
+
 def test_sharing_saves_the_repeated_prompts():
     prompt = list(range(40))
     rows = [Row([*prompt, 50 + i, 60 + i], [40, 41]) for i in range(8)]

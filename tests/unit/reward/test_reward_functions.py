@@ -117,5 +117,5 @@ def test_a_traceback_ends_with_the_users_frames() -> None:
     except KeyError as error:
         text = explain(error)
     assert text.startswith("KeyError: 'k'")
-    assert '"/nowhere/trace.py", line 2, in inner\n    raise KeyError(\'k\')' in text
+    assert "\"/nowhere/trace.py\", line 2, in inner\n    raise KeyError('k')" in text
     assert "services/reward" not in text

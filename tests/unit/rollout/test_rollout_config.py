@@ -8,7 +8,7 @@ import pytest
 
 from services.common.config import ConfigError, parse
 from services.rollout.config import RolloutConfig, environment
-from services.rollout.vllm_engine import _max_sequence_tokens
+from services.rollout.vllm_start import max_sequence_tokens_of
 
 
 def test_environment_preloads_openmp_once_and_keeps_what_was_there(
@@ -38,10 +38,10 @@ def test_wrong_settings_are_refused(bad: dict[str, object]) -> None:
 
 def test_the_models_own_limit_has_the_last_word(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 256}')
-    assert _max_sequence_tokens(tmp_path, RolloutConfig(max_sequence_tokens=2048)) == 256
-    assert _max_sequence_tokens(tmp_path, RolloutConfig(max_sequence_tokens=100)) == 100
+    assert max_sequence_tokens_of(tmp_path, RolloutConfig(max_sequence_tokens=2048)) == 256
+    assert max_sequence_tokens_of(tmp_path, RolloutConfig(max_sequence_tokens=100)) == 100
     with pytest.raises(ConfigError, match=r"no Hugging Face folder: config\.json"):
-        _max_sequence_tokens(tmp_path / "nowhere", RolloutConfig())
+        max_sequence_tokens_of(tmp_path / "nowhere", RolloutConfig())
 
 
 def test_the_process_imports_no_heavy_library_before_the_engine_starts() -> None:

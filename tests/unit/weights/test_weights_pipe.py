@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipe_processes import Fate, learner_rank, make_manifest, make_model
 
 from services.common.errors import Conflict, Expired, InvalidRequest, Unavailable
 from services.common.weights.digest import add_digests, tensor_digest
@@ -20,10 +19,11 @@ from services.common.weights.manifest import buckets, tensor_bytes
 from services.common.weights.receiver import Receiver
 from services.common.weights.sender import Sender
 from services.common.weights.store import bind_store
+from tests.unit.weights.pipe_processes import Fate, learner_rank, make_manifest, make_model
 
 # A server that has torch imported forks the ranks: they start in milliseconds, and share no thread with this process.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["numba", "services.common.weights.digest", "services.common.weights.sender"])
+PROCESSES.set_forkserver_preload(["tests.unit.weights.pipe_processes"])
 ONE_TENSOR, TEN_KIB, ALL = 1, 10 * 1024, 1 << 30
 
 
