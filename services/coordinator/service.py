@@ -14,7 +14,7 @@ from services.coordinator.run import Run
 FULL_NAME = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
 
 
-class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):  # type: ignore[misc]
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """The run as others see and steer it."""
 
     def __init__(self, run: Run) -> None:

@@ -63,6 +63,11 @@ class Learner:
         copy.CopyFrom(self._policy)
         return copy
 
+    @property
+    def problem(self) -> str | None:
+        """What keeps it from working; None when it works."""
+        return self._ranks.problem
+
     async def forward(
         self, header: learner_pb2.ForwardHeader, sequences: Sequence[learner_pb2.Sequence]
     ) -> list[learner_pb2.ForwardResponse]:

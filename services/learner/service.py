@@ -66,7 +66,7 @@ class TenantServicer(tenant_pb2_grpc.TenantServiceServicer):
     async def GetState(self, request: tenant_pb2.GetStateRequest, context: Any) -> tenant_pb2.GetStateResponse:
         state = self._learner.describe()
         if state.state == tenant_pb2.WORKER_STATE_STARTING:
-            raise Unavailable("the learner's ranks are still loading the model; ask again")
+            raise Unavailable(f"the learner does not work yet, or no more: {self._learner.problem}")
         return state
 
 

@@ -157,6 +157,7 @@ class StepRunner:
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)  # loss, entropy, clipped, ratio
         ratio_max = torch.zeros(1, dtype=torch.float64, device=self._device)
         not_finite: set[str] = set()
+        report(0, len(micro_batches))
         for done, micro_batch in enumerate(micro_batches, start=1):
             packed, mine = self._packed(members, micro_batch)
             logprobs, entropies = self._engine(packed, objective.temperature)

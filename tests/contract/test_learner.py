@@ -417,7 +417,7 @@ async def test_state(client):
     )
     assert list(state.pids) == [os.getpid(), 40, 41]
     client.ranks.loading = True
-    with pytest.raises(Unavailable, match="still loading"):
+    with pytest.raises(Unavailable, match="the learner does not work yet, or no more: loading"):
         await client.state()
     batch = make_batch(50)
     with pytest.raises(AntiphonError, match="still loading"):
