@@ -165,7 +165,7 @@ def test_a_signal_while_services_start_ends_what_does_not_listen(start: Callable
     command = start(coordinator="mute", learner="stubborn", rollout="daemon")
     ready = [command.run_dir / f"{worker}-0.ready" for worker in ("learner", "rollout")]
     command.wait_for(lambda: all(path.exists() for path in ready), "workers")
-    assert len(command.alive()) >= 6  # nats, four workers, the daemon
+    command.wait_for(lambda: len(command.alive()) >= 6, "nats, four workers, the daemon")
     began = time.monotonic()
     os.killpg(command.process.pid, signal.SIGINT)
     assert command.ended() == 130, command.output
