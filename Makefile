@@ -11,6 +11,7 @@ INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps
 TORCH := $(shell grep '^torch==' $(LOCKS)/cpu.lock)
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PROTOS := $(shell find protos/antiphon -name '*.proto')
+DEMO_RUN := addition-$(shell date +%m%d-%H%M%S)
 
 .DELETE_ON_ERROR:
 .PHONY: help setup protos dev check test test-all demo clean
@@ -81,8 +82,10 @@ test-all: dev
 demo: setup .venv/demo.stamp
 	$(BIN)/python recipes/demo/prepare_model.py
 	$(BIN)/python recipes/demo/make_data.py
-	$(BIN)/antiphon train recipes/demo/addition.yaml
-	$(BIN)/python recipes/demo/report.py
+	$(BIN)/antiphon train recipes/demo/addition.yaml run.name=$(DEMO_RUN) \
+	    model.dtype=$$($(BIN)/python recipes/demo/pick_dtype.py)
+	@echo
+	@$(BIN)/python recipes/demo/report.py runs/$(DEMO_RUN)
 
 clean:
 	rm -rf .venv .venv-protos protos/.generated.stamp runs models data

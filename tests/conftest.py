@@ -1,4 +1,4 @@
-"""Fixtures that tests of several services share: a real NATS server."""
+"""What all tests share: a real NATS server, and the rule that only tests marked `gpu` may be skipped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,23 @@ import pytest
 from services.common.processes import die_with_parent
 
 START_SECONDS = 20.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not Path("/dev/nvidiactl").exists():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that skips itself for any other reason was not run, and says so as a failure."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped, and only tests marked gpu may be: {report.longrepr}"
+    return report
 
 
 class NatsServer:

@@ -15,13 +15,15 @@ from typing import Generic, TypeVar
 
 from antiphon.types.v1 import progress_pb2
 
-from services.common.errors import AntiphonError, Conflict, Unavailable
+from services.common.errors import AntiphonError, Conflict, InvalidRequest, Overloaded, Unavailable
 
 Result = TypeVar("Result")
 Report = Callable[[str, int, int], None]
 """report(phase, done, of): says how far the work is."""
 
 HEARTBEAT_SECONDS = 4.0  # the contract promises a message at least every 5 s
+LONGEST_KEY = 1000  # characters; keys are remembered
+MOST_RUNNING = 64  # of one kind: what runs or waits for its turn is kept whatever becomes of its callers
 logger = logging.getLogger(__name__)
 
 
@@ -106,13 +108,21 @@ class Operations(Generic[Result]):
     def start_or_attach(
         self, key: str, fingerprint: bytes, work: Callable[[Report], Awaitable[Result]]
     ) -> Operation[Result]:
-        """The operation of this key, known or new. Raises Conflict for the same key with other content."""
+        """The operation of this key, known or new.
+
+        Raises Conflict for the same key with other content, InvalidRequest for a key that is too long to be remembered,
+        Overloaded when too many run already.
+        """
+        if len(key) > LONGEST_KEY:
+            raise InvalidRequest(f"{self._kind}: an id of {len(key)} characters; at most {LONGEST_KEY} are taken")
         self._forget(self._keep)
         known = self._known.get(key)
         if known is not None:
             if known.fingerprint != fingerprint:
                 raise Conflict(f"{self._kind} {key}: asked before with other content; use a new id for a new request")
             return known
+        if len(self.running()) >= MOST_RUNNING:
+            raise Overloaded(f"{self._kind} {key}: {MOST_RUNNING} others run or wait for their turn")
         self._forget(self._keep - 1)
         operation = Operation(f"{self._kind} {key}", fingerprint, work)
         self._known[key] = operation

@@ -14,16 +14,17 @@ import inspect
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.common import trace
-from services.common.errors import AntiphonError, Internal
+from services.common.errors import AntiphonError, Internal, InvalidRequest
 from services.common.status import code_of, to_status
 
 logger = logging.getLogger(__name__)
@@ -180,14 +181,41 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         }[handler.request_streaming, handler.response_streaming]
         # A streaming handler yields its answers or writes them (health's Watch); the library tells them apart so, too.
         wrapped = _generating(handle, method) if inspect.isasyncgenfunction(handle) else _single(handle, method)
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        parse = handler.request_deserializer
+        return make(wrapped, None if parse is None else _parsing(parse), handler.response_serializer)
+
+
+class _Unreadable:
+    """A request whose bytes are not the message; the library by itself would answer UNKNOWN."""
+
+
+def _parsing(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parsed(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return _Unreadable()
+
+    return parsed
+
+
+def _readable(request: Any, method: str) -> Any:
+    """The request, or the stream of them. Raises InvalidRequest for unreadable bytes (a stream: when it meets them)."""
+    if isinstance(request, _Unreadable):
+        raise InvalidRequest(f"{method}: the bytes of the request are not the message that the contract has")
+    return _readable_stream(request, method) if isinstance(request, AsyncIterable) else request
+
+
+async def _readable_stream(requests: AsyncIterable[Any], method: str) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _readable(request, method)
 
 
 def _single(handle: Callable[..., Any], method: str) -> Callable[..., Any]:
     async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         trace.adopt(_headers(context))
         try:
-            return await handle(request, context)
+            return await handle(_readable(request, method), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -200,7 +228,8 @@ def _generating(handle: Callable[..., Any], method: str) -> Callable[..., Any]:
     async def wrapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         trace.adopt(_headers(context))
         try:
-            async with aclosing(handle(request, context)) as answers:  # closed with the call, not when collected
+            # Closed with the call, not when collected.
+            async with aclosing(handle(_readable(request, method), context)) as answers:
                 async for answer in answers:
                     yield answer
         except grpc.aio.AbortError:

@@ -11,6 +11,7 @@ from antiphon.coordinator.v1 import coordinator_pb2, coordinator_pb2_grpc
 from services.common.errors import InvalidRequest
 from services.coordinator.run import Run
 
+LONGEST_REASON = 1000  # characters
 FULL_NAME = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
 
 
@@ -36,5 +37,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def StopRun(
         self, request: coordinator_pb2.StopRunRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> coordinator_pb2.StopRunResponse:
-        self._run.stop(request.reason or "StopRun was called")
+        # It comes back in an event to every watcher, and an event is one message.
+        self._run.stop(request.reason[:LONGEST_REASON] or "StopRun was called")
         return coordinator_pb2.StopRunResponse()

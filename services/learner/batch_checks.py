@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from antiphon.learner.v1 import learner_pb2
@@ -71,7 +72,7 @@ def _check_trajectory(step: str, trajectory: learner_pb2.TrainTrajectory, max_se
             raise InvalidRequest(f"{where}: {count} {name} for {length} tokens")
     if trajectory.loss_mask[0]:
         raise InvalidRequest(f"{where}: the first token is to be trained on, but nothing predicts it")
-    for name in ("advantages", "behavior_logprobs"):
+    for name in ("advantages", "behavior_logprobs", "reference_logprobs", "returns"):
         values = getattr(trajectory, name)
         for position, (value, trained) in enumerate(zip(values, trajectory.loss_mask, strict=False)):
             if trained and not math.isfinite(value):
@@ -89,7 +90,7 @@ def _check_plan(step: str, updates: Sequence[learner_pb2.Update], trained_tokens
         if unknown:
             raise InvalidRequest(f"{where}: trajectory {unknown[0]} is planned and did not come")
         if len(set(ids)) != len(ids):
-            twice = next(i for i in ids if ids.count(i) > 1)
+            twice = next(i for i, times in Counter(ids).items() if times > 1)
             raise InvalidRequest(f"{where}: trajectory {twice} is planned twice")
         count = sum(trained_tokens[i] for i in ids)
         if count != update.token_count:

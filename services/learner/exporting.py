@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from services.common.errors import InvalidRequest
@@ -25,7 +25,7 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 def check_target(path: Path) -> None:
     """Raises InvalidRequest unless `path` is absolute, free, and in a folder that exists."""
-    if not path.is_absolute():
+    if not path.is_absolute() or "\0" in str(path):
         raise InvalidRequest(f"export to {path}: expected an absolute path")
     if os.path.lexists(path):
         raise InvalidRequest(f"export to {path}: it exists; an export never replaces anything, name another path")
@@ -78,7 +78,10 @@ def _write_weights(folder: Path, tensors: Tensors, report: Callable[[int], None]
 
     def flush() -> None:
         if shard:
-            save_file(shard, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+            try:
+                save_file(shard, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+            except SafetensorError as error:  # what it makes of a full disk
+                raise OSError(str(error)) from None
             shards.append(list(shard))
             shard.clear()
 

@@ -22,6 +22,9 @@ from services.common.operations import Operation, Operations, Report
 from services.learner.batch_checks import check_step
 from services.learner.ranks import Ranks
 
+LONGEST_DEADLINE_SECONDS = 7 * 24 * 3600.0
+MOST_RECEIVER_RANKS = 4096
+"""What a rank makes of more (a timeout that does not fit its type, a table of all peers) would be its end."""
 STEPS_REMEMBERED = 1024
 STEPS_REMEMBERED_SECONDS = 24 * 3600.0
 """The answers of so many Steps, at most so old, are kept for a repeat; after that a repeat is a Conflict."""
@@ -129,11 +132,16 @@ class Learner:
         A failure of that is told by `publish`. Raises Conflict for an older epoch, or this one with other settings.
         """
         _ = self._ranks.hello
-        if request.receiver_ranks < 1 or request.bucket_bytes < 1 or request.deadline_seconds <= 0:
+        if (
+            not 1 <= request.receiver_ranks <= MOST_RECEIVER_RANKS
+            or min(request.bucket_bytes, request.deadline_seconds) <= 0
+        ):
             raise InvalidRequest(
                 f"epoch {request.epoch}: receiver_ranks {request.receiver_ranks}, bucket_bytes {request.bucket_bytes}, "
-                f"deadline_seconds {request.deadline_seconds}; expected all above 0"
+                f"deadline_seconds {request.deadline_seconds}; expected all above 0, "
+                f"and at most {MOST_RECEIVER_RANKS} ranks"
             )
+        _check_deadline(f"epoch {request.epoch}", request.deadline_seconds)
         if request.transport != transfer_pb2.TRANSPORT_GLOO:
             raise InvalidRequest(f"epoch {request.epoch}: transport {request.transport} is not built in; expected gloo")
         now = self._epoch
@@ -169,6 +177,7 @@ class Learner:
     def publish(self, request: learner_pb2.PublishRequest) -> Operation[learner_pb2.PublishResult]:
         """Begins to send the current policy over the connected group, or attaches to that request."""
         _ = self._ranks.hello
+        _check_deadline(f"publish version {request.policy_version}", request.deadline_seconds)
         return self._publications.start_or_attach(
             request.request_id, _settings(request), lambda report: self._publish(request, report)
         )
@@ -212,7 +221,7 @@ class Learner:
     def export(self, request: learner_pb2.ExportRequest) -> Operation[learner_pb2.ExportResult]:
         """Begins to write the current policy to a new folder, or attaches to that request."""
         _ = self._ranks.hello
-        if not Path(request.path).is_absolute():
+        if not Path(request.path).is_absolute() or "\0" in request.path:
             raise InvalidRequest(f"export to {request.path!r}: expected an absolute path")
 
         async def work(report: Report) -> learner_pb2.ExportResult:
@@ -240,6 +249,12 @@ class Learner:
         state.backend, state.dtype = hello.backend, hello.dtype
         state.max_sequence_tokens = hello.max_sequence_tokens
         return state
+
+
+def _check_deadline(what: str, seconds: float) -> None:
+    """One that has passed is no mistake; one that no clock can hold is."""
+    if not seconds <= LONGEST_DEADLINE_SECONDS:  # NaN is off, too
+        raise InvalidRequest(f"{what}: deadline_seconds {seconds}; expected at most {LONGEST_DEADLINE_SECONDS:.0f}")
 
 
 def _settings(request: Message) -> bytes:

@@ -225,10 +225,10 @@ class RankProcesses:
         command.id = self._next_id
         self._next_id += 1
         pending = _Pending(report, command.HasField("connect_transfer"), asyncio.get_running_loop().create_future())
+        data = framed(command)  # may raise: before anybody waits for an answer
         if not self._working():
             self._last_word = time.monotonic()
         self._pending[command.id] = pending
-        data = framed(command)
         try:
             for rank in self._ranks:
                 if rank.writer is not None:

@@ -10,7 +10,13 @@ from antiphon.tenant.v1 import tenant_pb2, tenant_pb2_grpc
 from antiphon.types.v1 import progress_pb2
 
 from services.common.errors import InvalidRequest, Unavailable
+from services.learner.framing import LONGEST_BYTES
 from services.learner.learner import Learner
+
+MOST_STEP_BYTES = LONGEST_BYTES - (1 << 20)
+"""Of one TrainStep: it is one message to the ranks."""
+MOST_FORWARD_BYTES = 1 << 28
+"""Of one Forward: its answer, of 4 bytes for a token that may be 1 byte here, is one message of a rank."""
 
 
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
@@ -22,14 +28,14 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def Forward(
         self, request_iterator: AsyncIterator[learner_pb2.ForwardRequest], context: Any
     ) -> AsyncIterator[learner_pb2.ForwardResponse]:
-        header, sequences = await _header_and_rest(request_iterator, "sequence")
+        header, sequences = await _header_and_rest(request_iterator, "sequence", MOST_FORWARD_BYTES)
         for response in await self._learner.forward(header, sequences):
             yield response
 
     async def TrainStep(
         self, request_iterator: AsyncIterator[learner_pb2.TrainStepRequest], context: Any
     ) -> AsyncIterator[learner_pb2.TrainStepResponse]:
-        header, trajectories = await _header_and_rest(request_iterator, "trajectory")
+        header, trajectories = await _header_and_rest(request_iterator, "trajectory", MOST_STEP_BYTES)
         operation = await self._learner.train_step(header, trajectories)
         async for said in operation.follow():
             yield _response(learner_pb2.TrainStepResponse, said)
@@ -70,22 +76,35 @@ class TenantServicer(tenant_pb2_grpc.TenantServiceServicer):
         return state
 
 
-async def _header_and_rest(requests: AsyncIterator[Any], kind: str) -> tuple[Any, list[Any]]:
-    """A stream of one header and then messages of one kind. Raises InvalidRequest for any other order."""
+async def _header_and_rest(requests: AsyncIterator[Any], kind: str, most_bytes: int) -> tuple[Any, list[Any]]:
+    """A stream of one header and then messages of one kind. Raises InvalidRequest for any other order, or for more.
+
+    It is raised at the end of the stream, whose rest is read and dropped: a caller that is told in the middle of its
+    sending sees an internal error of its own library (grpcio 1.85) in place of what it was told.
+    """
     header: Any = None
     rest: list[Any] = []
+    problem = ""
+    number = size = 0
     async for request in requests:
+        if problem:
+            continue
+        size += request.ByteSize() + 8
         part = request.WhichOneof("part")
-        if part != ("header" if header is None else kind):
+        if size > most_bytes:
+            problem = f"message {number} of the stream: beyond {most_bytes} bytes in all; send less"
+        elif part != ("header" if header is None else kind):
             expected = "the header" if header is None else f"a {kind}"
-            number = len(rest) + (header is not None)
-            raise InvalidRequest(f"message {number} of the stream: expected {expected}, got {part}")
-        if header is None:
+            problem = f"message {number} of the stream: expected {expected}, got {part}"
+        elif header is None:
             header = request.header
         else:
             rest.append(getattr(request, kind))
-    if header is None:
-        raise InvalidRequest("the stream ended before its header")
+        if problem:
+            rest.clear()
+        number += 1
+    if problem or header is None:
+        raise InvalidRequest(problem or "the stream ended before its header")
     return header, rest
 
 

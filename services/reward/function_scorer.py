@@ -97,8 +97,8 @@ def _columns(candidate: reward_pb2.Candidate) -> dict[str, Any]:
     what = f"columns_json of {candidate.prompt_id.dataset} row {candidate.prompt_id.row}"
     try:
         columns = json.loads(candidate.columns_json)
-    except ValueError as error:
-        raise InvalidRequest(f"{what}: not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{what}: not JSON that can be read: {error}") from None
     if not isinstance(columns, dict):
         raise InvalidRequest(f"{what}: expected an object, got {type(columns).__name__}")
     return columns
@@ -111,5 +111,10 @@ def _outcome(answer: dict[str, Any]) -> Outcome:
     score, parts = answer.get("score"), answer.get("parts")
     if not isinstance(score, float) or not math.isfinite(score) or not isinstance(parts, dict):
         return failed(INFRA, "killed", f"the child's answer makes no sense: {answer!r}"[:500])
-    named = [reward_pb2.ScorePart(name=name, value=value) for name, value in parts.items()]
+    try:
+        named = [reward_pb2.ScorePart(name=name, value=value) for name, value in parts.items()]
+    except UnicodeEncodeError:
+        return failed(DATA, "wrong_type", f"the name of a part is not valid Unicode: {list(parts)!r}"[:500])
+    except (TypeError, ValueError) as error:
+        return failed(INFRA, "killed", f"the child's answer makes no sense: {error}")
     return reward_pb2.Score(value=score, parts=named)

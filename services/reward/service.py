@@ -12,6 +12,8 @@ from antiphon.reward.v1 import reward_pb2, reward_pb2_grpc
 from services.common.errors import InvalidRequest
 from services.reward.scorer import Outcome, Scorer, ScorerSet, full_name
 
+LONGEST_ID = 1000  # characters; what was seen is remembered for the length of a stream
+
 
 class RewardService(reward_pb2_grpc.RewardServiceServicer):
     def __init__(self, scorers: ScorerSet) -> None:
@@ -72,6 +74,10 @@ class _Stream:
     def _check(self, request: reward_pb2.ScoreRequest) -> Scorer:
         candidate = request.candidate
         prompt = candidate.prompt_id
+        if not prompt.dataset or len(prompt.dataset) > LONGEST_ID:
+            raise InvalidRequest(
+                f"a candidate needs a prompt_id.dataset of 1 to {LONGEST_ID} characters, got {len(prompt.dataset)}"
+            )
         key = (prompt.dataset, prompt.row, prompt.epoch, candidate.sample_number)
         if key in self._seen:
             which = f"{prompt.dataset}/{prompt.epoch}/{prompt.row}/{candidate.sample_number}"

@@ -100,7 +100,7 @@ class Generations:
         """Ends the named calls with what was sampled so far; answers how many trajectories were unfinished."""
         aborted = 0
         in_engine: list[str] = []
-        for request_id in request_ids:
+        for request_id in dict.fromkeys(request_ids):
             generation = self._known.get(request_id)
             if generation is None or generation.done:
                 continue

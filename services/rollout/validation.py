@@ -11,6 +11,10 @@ from services.common.errors import InvalidRequest
 from services.rollout.engine import EngineInfo
 
 MOST_SAMPLES = 1024  # of one call
+MOST_STOP_TOKENS = 1024  # every sample carries them, and the call is remembered
+LONGEST_ID = 1000  # characters
+LAST_SAMPLE_NUMBER = 2**31 - 1  # int32 on the wire
+LONGEST_DEADLINE_SECONDS = 7 * 24 * 3600.0
 
 
 def check_generate(request: rollout_pb2.GenerateRequest, info: EngineInfo) -> None:
@@ -18,10 +22,8 @@ def check_generate(request: rollout_pb2.GenerateRequest, info: EngineInfo) -> No
     sampling = request.sampling
     prompt_tokens = len(request.prompt_token_ids)
     problems: list[str] = []
-    if not request.request_id:
-        problems.append("request_id is empty")
-    if not request.prompt_id.dataset:
-        problems.append("prompt_id.dataset is empty")
+    problems.extend(_bad_id("request_id", request.request_id))
+    problems.extend(_bad_id("prompt_id.dataset", request.prompt_id.dataset))
     if request.prompt_id.row < 0 or request.prompt_id.epoch < 0:
         problems.append(
             f"prompt_id: row {request.prompt_id.row} and epoch {request.prompt_id.epoch} must be at least 0"
@@ -30,9 +32,13 @@ def check_generate(request: rollout_pb2.GenerateRequest, info: EngineInfo) -> No
         problems.append(f"samples must be from 1 to {MOST_SAMPLES}, it is {request.samples}")
     if request.first_sample_number < 0:
         problems.append(f"first_sample_number must be at least 0, it is {request.first_sample_number}")
+    elif request.first_sample_number + request.samples - 1 > LAST_SAMPLE_NUMBER:
+        problems.append(f"first_sample_number {request.first_sample_number}: the last is beyond {LAST_SAMPLE_NUMBER}")
     if prompt_tokens == 0:
         problems.append("prompt_token_ids is empty")
     problems.extend(_outside("prompt_token_ids", request.prompt_token_ids, info.vocabulary_size))
+    if len(sampling.stop_token_ids) > MOST_STOP_TOKENS:
+        problems.append(f"{len(sampling.stop_token_ids)} stop_token_ids; at most {MOST_STOP_TOKENS} are taken")
     problems.extend(_outside("stop_token_ids", sampling.stop_token_ids, info.vocabulary_size))
     if sampling.max_tokens < 1:
         problems.append(f"max_tokens must be at least 1, it is {sampling.max_tokens}")
@@ -44,7 +50,7 @@ def check_generate(request: rollout_pb2.GenerateRequest, info: EngineInfo) -> No
         )
     problems.extend(_bad_temperature(sampling.temperature, info))
     if problems:
-        raise InvalidRequest(f"Generate {request.request_id or '(no id)'}: " + "; ".join(problems))
+        raise InvalidRequest(f"Generate {request.request_id[:LONGEST_ID] or '(no id)'}: " + "; ".join(problems))
 
 
 def check_begin_update(request: rollout_pb2.BeginUpdateRequest) -> None:
@@ -53,8 +59,11 @@ def check_begin_update(request: rollout_pb2.BeginUpdateRequest) -> None:
         raise InvalidRequest("BeginUpdate: request_id is empty")
     if request.policy_version < 0:
         raise InvalidRequest(f"BeginUpdate: policy_version must be at least 0, it is {request.policy_version}")
-    if not 0 < request.deadline_seconds < math.inf:
-        raise InvalidRequest(f"BeginUpdate: deadline_seconds must be above 0, it is {request.deadline_seconds}")
+    if not 0 < request.deadline_seconds <= LONGEST_DEADLINE_SECONDS:
+        raise InvalidRequest(
+            f"BeginUpdate: deadline_seconds must be above 0 and at most {LONGEST_DEADLINE_SECONDS:.0f}, "
+            f"it is {request.deadline_seconds}"
+        )
 
 
 def check_commit_update(request: rollout_pb2.CommitUpdateRequest, info: EngineInfo) -> None:
@@ -74,6 +83,12 @@ def check_commit_update(request: rollout_pb2.CommitUpdateRequest, info: EngineIn
         problems.append(f"probe_tolerance must be above 0 and finite, it is {request.probe_tolerance}")
     if problems:
         raise InvalidRequest("CommitUpdate: " + "; ".join(problems))
+
+
+def _bad_id(field: str, text: str) -> list[str]:
+    if not text:
+        return [f"{field} is empty"]
+    return [f"{field} has {len(text)} characters; at most {LONGEST_ID} are taken"] if len(text) > LONGEST_ID else []
 
 
 def _outside(field: str, token_ids: Iterable[int], vocabulary_size: int) -> list[str]:

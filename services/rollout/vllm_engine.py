@@ -172,8 +172,6 @@ class VllmEngine:
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
 
     def _encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
-        import jinja2
-
         tokenizer: Any = self._llm.get_tokenizer()
         encoded = []
         for number, conversation in enumerate(conversations):
@@ -183,7 +181,7 @@ class VllmEngine:
                 ids = tokenizer.apply_chat_template(
                     messages, tokenize=True, add_generation_prompt=True, return_dict=False
                 )
-            except (jinja2.TemplateError, ValueError, IndexError, KeyError) as error:
+            except Exception as error:  # the template is the model's own program: it may raise anything
                 raise InvalidRequest(f"conversation {number}: the chat template refuses it: {error}") from None
             encoded.append([int(token_id) for token_id in ids])
         return encoded

@@ -16,6 +16,7 @@ from services.common import operations
 from services.common.client import Peer
 from services.common.errors import AntiphonError, Conflict, Expired, InvalidRequest, Unavailable
 from services.common.server import Server
+from services.learner import service
 from services.learner.learner import Learner
 from services.learner.service import LearnerServicer, TenantServicer
 from tests.unit.learner.batches import make_batch, make_header
@@ -421,4 +422,39 @@ async def test_state(client):
         await client.state()
     batch = make_batch(50)
     with pytest.raises(AntiphonError, match="still loading"):
+        await client.step(make_header(1, batch), batch)
+
+
+# Hostile requests
+
+
+@pytest.mark.parametrize("deadline", [float("nan"), float("inf"), 1e300])
+async def test_a_deadline_that_no_clock_holds_never_reaches_the_ranks(client, deadline):
+    with pytest.raises(InvalidRequest, match="deadline_seconds"):
+        await client.join(1, deadline_seconds=deadline)
+    await client.join(1)
+    with pytest.raises(InvalidRequest, match="deadline_seconds"):
+        await client.publish(1, 0, "p", deadline=deadline)
+    assert "publish" not in client.ranks.asked
+
+
+async def test_too_many_receivers_and_a_path_no_system_takes_never_reach_the_ranks(client):
+    with pytest.raises(InvalidRequest, match="receiver_ranks"):
+        await client.join(1, receiver_ranks=2**31 - 1)
+    with pytest.raises(InvalidRequest, match="absolute path"):
+        await client.export("/tmp/a\0b", "e")
+    assert client.ranks.asked == []
+
+
+async def test_a_stream_beyond_the_limit_is_refused(client, monkeypatch):
+    monkeypatch.setattr(service, "MOST_FORWARD_BYTES", 100)
+    with pytest.raises(InvalidRequest, match="beyond 100 bytes"):
+        await client.forward(forward_header(), *(sequence(str(number), 1) for number in range(20)))
+
+
+@pytest.mark.parametrize("name", ["reference_logprobs", "returns"])
+async def test_every_value_that_is_not_finite_is_named(client, name):
+    batch = make_batch(50)
+    getattr(batch[1], name).extend([float("nan")] * len(batch[1].token_ids))
+    with pytest.raises(InvalidRequest, match=name):
         await client.step(make_header(1, batch), batch)

@@ -518,3 +518,14 @@ async def test_a_caller_that_leaves_does_not_break_the_children(tmp_path: Path) 
         await stream.aclose()
         (response,) = await reward.score([request("ok", row=3)])
         assert response.score.value == 0.25
+
+
+async def test_hostile_candidates_are_refused_and_bad_part_names_fail(tmp_path: Path) -> None:
+    source = 'def score(prompt, response, reference, **columns): return {"score": 1.0, "\\ud800": 1.0}'
+    async with serving(tmp_path, source, processes=1) as reward:
+        with pytest.raises(InvalidRequest, match="columns_json"):
+            await reward.score([request("a", columns="[" * 100_000)])
+        with pytest.raises(InvalidRequest, match="dataset"):
+            await reward.score([reward_pb2.ScoreRequest(scorer="user")])
+        (answer,) = await reward.score([request("a")])
+        assert (answer.failure.kind, answer.failure.reason) == (DATA, "wrong_type")

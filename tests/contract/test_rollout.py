@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from antiphon.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from antiphon.tenant.v1 import tenant_pb2, tenant_pb2_grpc
@@ -39,6 +40,7 @@ class Client:
         self.engine = engine
         self.running = running
         self._peer = peer
+        self.channel = peer.channel
         self._rollout_stub = rollout_pb2_grpc.RolloutServiceStub(peer.channel)
         self._tenant_stub = tenant_pb2_grpc.TenantServiceStub(peer.channel)
         self._counter = 0
@@ -674,3 +676,48 @@ async def test_draining_ends_calls_and_the_engine(ready: Client) -> None:
     assert ready.engine.closed
     with pytest.raises(Unavailable, match="STOPPING"):
         await ready.generate(ask("next"))
+
+
+# Hostile requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"first_sample_number": 2**31 - 2}, "first_sample_number"),
+        ({"stop_token_ids": [2] * 1025}, "stop_token_ids"),
+        ({"request_id": "x" * 1001}, "request_id has 1001"),
+        ({"prompt_id": PromptId(dataset="x" * 1001)}, "prompt_id.dataset has 1001"),
+    ],
+)
+async def test_what_would_overflow_or_be_remembered_is_refused(
+    ready: Client, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        await ready.generate(ask(**fields))
+    assert len(await ready.generate(ask("after"))) == 3
+
+
+@pytest.mark.parametrize("deadline", [math.nan, math.inf, 1e300, -1.0])
+async def test_begin_update_refuses_a_deadline_that_no_clock_holds(stale: Client, deadline: float) -> None:
+    await stale.join(1)
+    with pytest.raises(InvalidRequest, match="deadline_seconds"):
+        await stale.begin(1, 0, deadline=deadline)
+
+
+async def test_abort_counts_an_id_named_twice_once(ready: Client) -> None:
+    ready.engine.pause()
+    asked = ready.asked(ask("twice"))
+    await ready.engine.until_running(3)
+    answer = await ready.call("Abort", rollout_pb2.AbortRequest(request_ids=["twice", "twice"]))
+    assert answer.aborted == 3
+    assert len(await asked) == 3
+
+
+async def test_bytes_that_are_no_message_are_an_invalid_request(stale: Client) -> None:
+    name = "/antiphon.rollout.v1.RolloutService"
+    with pytest.raises(grpc.aio.AioRpcError) as unary:
+        await stale.channel.unary_unary(f"{name}/Encode")(b"\xff\xff", timeout=DEADLINE)
+    with pytest.raises(grpc.aio.AioRpcError) as stream:
+        _ = [answer async for answer in stale.channel.unary_stream(f"{name}/Generate")(b"\xff", timeout=DEADLINE)]
+    assert unary.value.code() == stream.value.code() == grpc.StatusCode.INVALID_ARGUMENT

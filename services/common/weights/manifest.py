@@ -122,24 +122,28 @@ def validate(manifest: TransferManifest) -> None:
     for field in ("sender_ranks", "receiver_ranks", "bucket_bytes"):
         if getattr(manifest, field) < 1:
             problems.append(f"{field} must be at least 1, it is {getattr(manifest, field)}")
+    host, _, port = manifest.address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 1 << 16):
+        problems.append(f"address must be host:port, it is {manifest.address[:300]!r}")
     names: set[str] = set()
     for spec in manifest.tensors:
         if spec.name in names:
             problems.append(f"{spec.name}: named twice")
         names.add(spec.name)
+    own = {spec.name for spec in sent(manifest)}
     for spec in manifest.tensors:
-        problems.extend(f"{spec.name}: {problem}" for problem in _problems(spec, manifest.sender_ranks, names))
+        problems.extend(f"{spec.name}: {problem}" for problem in _problems(spec, manifest.sender_ranks, own))
     if problems:
         raise InvalidRequest(f"manifest of epoch {manifest.epoch}: " + "; ".join(problems))
 
 
-def _problems(spec: TensorSpec, sender_ranks: int, names: set[str]) -> list[str]:
+def _problems(spec: TensorSpec, sender_ranks: int, own: set[str]) -> list[str]:
     problems: list[str] = []
     if spec.element_type not in ELEMENT_TYPES:
         problems.append(f"element type {spec.element_type} is not known")
     if spec.alias_of:
-        if spec.alias_of not in names or spec.alias_of == spec.name:
-            problems.append(f"alias of {spec.alias_of!r}, which is not another tensor of the manifest")
+        if spec.alias_of not in own:
+            problems.append(f"alias of {spec.alias_of!r}, which is not another tensor of the manifest that is sent")
         return problems
     if len(spec.slice_numel) != sender_ranks:
         problems.append(f"{len(spec.slice_numel)} slices for {sender_ranks} sender ranks")

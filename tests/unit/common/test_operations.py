@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import Conflict, Unavailable
-from services.common.operations import Operation, Operations, Report
+from services.common.errors import Conflict, InvalidRequest, Overloaded, Unavailable
+from services.common.operations import MOST_RUNNING, Operation, Operations, Report
 
 
 class Work:
@@ -221,3 +221,20 @@ async def test_a_follower_may_be_slow() -> None:
 
     messages = [message async for message in slow()]
     assert messages[-1] == "done" and len(messages) <= 3
+
+
+async def test_ids_and_the_operations_under_way_are_bounded() -> None:
+    operations: Operations[int] = Operations("thing")
+
+    async def forever(_: object) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    with pytest.raises(InvalidRequest, match="1001 characters"):
+        operations.start_or_attach("x" * 1001, b"", forever)
+    for number in range(MOST_RUNNING):
+        operations.start_or_attach(str(number), b"", forever)
+    with pytest.raises(Overloaded, match="others run"):
+        operations.start_or_attach("one more", b"", forever)
+    operations.start_or_attach("0", b"", forever)  # a repeat attaches
+    await operations.stop()

@@ -104,3 +104,12 @@ def test_only_known_element_types_are_sent() -> None:
     assert element_type(torch.bfloat16) == BF16
     with pytest.raises(InvalidRequest, match="float64"):
         element_type(torch.float64)
+
+
+def test_an_alias_of_an_alias_and_an_address_without_a_port_are_refused() -> None:
+    made = manifest()
+    made.tensors.add(name="x", alias_of="y", shape=[4])
+    made.tensors.add(name="y", alias_of="x", shape=[4])
+    made.address = "h"
+    with pytest.raises(InvalidRequest, match=r"host:port.*x: alias of 'y'.*y: alias of 'x'"):
+        validate(made)
