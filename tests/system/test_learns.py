@@ -34,7 +34,7 @@ from services.reward.config import RewardConfig
 from tests.tiny import models, task
 
 ROOT = Path(__file__).parents[2]
-STEPS = 25
+STEPS = 20
 START_SECONDS = 120.0
 RUN_SECONDS = 280.0
 WANTED_ACCURACY = 0.9
