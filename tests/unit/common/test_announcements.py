@@ -269,23 +269,31 @@ async def test_a_cancellation_that_the_library_swallows_still_ends_the_tasks(
 ) -> None:
     """Before Python 3.12 asyncio.wait_for, which nats-py uses, drops one that comes together with the answer."""
     swallowed = 0
+    under_way = 0
 
     def swallowing(function: Any) -> Any:
         async def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal swallowed
+            nonlocal swallowed, under_way
+            under_way += 1
             try:
                 return await function(*arguments, **named)
             except asyncio.CancelledError:
                 swallowed += 1
                 raise TimeoutError from None
+            finally:
+                under_way -= 1
 
         return call
 
     monkeypatch.setattr(KeyValue.KeyWatcher, "updates", swallowing(KeyValue.KeyWatcher.updates))
     monkeypatch.setattr(KeyValue, "put", swallowing(KeyValue.put))
     registry = Registry(bus, "r", ttl_seconds=TTL)
-    async with running(registry.run()), running(announcer(bus).run()):
-        await seen(registry, lambda: ids(registry) == ["rollout-0"])
+    async with running(registry.run()):
+        async with running(announcer(bus).run()):
+            await seen(registry, lambda: ids(registry) == ["rollout-0"])
+        async with asyncio.timeout(5):
+            while not under_way:  # the cancellation must come while the library waits
+                await asyncio.sleep(0)
     assert swallowed >= 1
     one = announcer(bus, describe=lambda _: told.set())
     told = asyncio.Event()
