@@ -292,7 +292,7 @@ async def test_a_cancellation_that_the_library_swallows_still_ends_the_tasks(
         async with running(announcer(bus).run()):
             await seen(registry, lambda: ids(registry) == ["rollout-0"])
         async with asyncio.timeout(5):
-            while not under_way:  # the cancellation must come while the library waits
+            while not under_way:  # noqa: ASYNC110 - the cancellation must come while the library waits
                 await asyncio.sleep(0)
     assert swallowed >= 1
     one = announcer(bus, describe=lambda _: told.set())
