@@ -42,16 +42,46 @@ def tensor_digest(name: str, slice_flat: torch.Tensor, start: int) -> int:
 
     `slice_flat`: 1-D, contiguous, in the wire dtype (2 or 4 bytes an element), on any device.
     """
-    if slice_flat.dim() != 1 or not slice_flat.is_contiguous() or slice_flat.element_size() not in (2, 4):
-        raise ValueError(
-            f"{name}: expected a flat contiguous slice of 2- or 4-byte elements, "
-            f"got shape {tuple(slice_flat.shape)}, strides {slice_flat.stride()}, {slice_flat.dtype}"
-        )
+    _check(name, slice_flat)
     if slice_flat.numel() == 0:
         return 0
     if slice_flat.device.type == "cpu":
         return _digest_on_cpu(fnv64(name), slice_flat.detach(), start)
-    return digest_with_torch(name, slice_flat, start)
+    running = RunningDigest(slice_flat.device)
+    running.add(name, slice_flat, start)
+    return running.value()
+
+
+class RunningDigest:
+    """Sums the digests of slices as they come. On a GPU without waiting for it: only `value` does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type != "cpu"
+        self._total = 0
+        self._sum = torch.zeros(1, dtype=torch.int64, device=device) if self._on_gpu else None
+
+    def add(self, name: str, slice_flat: torch.Tensor, start: int) -> None:
+        """Adds the slice of tensor `name` that begins at element `start`; see `tensor_digest`."""
+        if self._sum is None:
+            self._total = add_digests(self._total, tensor_digest(name, slice_flat, start))
+            return
+        _check(name, slice_flat)
+        if slice_flat.numel() == 0:
+            return
+        from services.common.weights.digest_cuda import add_to
+
+        add_to(self._sum, _as_int64(fnv64(name)), slice_flat.detach(), start)
+
+    def value(self) -> int:
+        """0 <= result < 2^64."""
+        return self._total if self._sum is None else int(self._sum.item()) & _MASK
+
+    def warm(self) -> None:
+        """Loads the kernels, so that the first publication does not wait for a compiler."""
+        device = torch.device("cpu") if self._sum is None else self._sum.device
+        for dtype in (torch.float32, torch.bfloat16):
+            self.add("", torch.zeros(1, dtype=dtype, device=device), 0)
+        self.value()
 
 
 def add_digests(*digests: int) -> int:
@@ -77,6 +107,14 @@ def digest_with_torch(name: str, slice_flat: torch.Tensor, start: int) -> int:
         z *= piece
         total += int(z.sum().item())  # int64 sums wrap around
     return total & _MASK
+
+
+def _check(name: str, slice_flat: torch.Tensor) -> None:
+    if slice_flat.dim() != 1 or not slice_flat.is_contiguous() or slice_flat.element_size() not in (2, 4):
+        raise ValueError(
+            f"{name}: expected a flat contiguous slice of 2- or 4-byte elements, "
+            f"got shape {tuple(slice_flat.shape)}, strides {slice_flat.stride()}, {slice_flat.dtype}"
+        )
 
 
 def _shifted_right(z: torch.Tensor, bits: int) -> torch.Tensor:

@@ -24,6 +24,12 @@ ELEMENT_TYPES: dict[transfer_pb2.ElementType, torch.dtype] = {
 }
 """Element type on the wire -> torch dtype."""
 
+TRANSPORTS = (
+    transfer_pb2.TRANSPORT_GLOO,
+    transfer_pb2.TRANSPORT_NCCL,
+    transfer_pb2.TRANSPORT_CUDA_IPC,
+)
+
 ALIGNMENT = 16  # bytes; a slice can then be viewed as any element type
 
 
@@ -117,8 +123,8 @@ def fingerprint(manifest: TransferManifest) -> bytes:
 def validate(manifest: TransferManifest) -> None:
     """Raises InvalidRequest that lists everything wrong with a manifest."""
     problems: list[str] = []
-    if manifest.transport != transfer_pb2.TRANSPORT_GLOO:
-        problems.append(f"transport {manifest.transport} is not known; expected {transfer_pb2.TRANSPORT_GLOO} (gloo)")
+    if manifest.transport not in TRANSPORTS:
+        problems.append(f"transport {manifest.transport} is not known; expected one of {TRANSPORTS}")
     for field in ("sender_ranks", "receiver_ranks", "bucket_bytes"):
         if getattr(manifest, field) < 1:
             problems.append(f"{field} must be at least 1, it is {getattr(manifest, field)}")

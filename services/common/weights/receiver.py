@@ -10,9 +10,11 @@ from antiphon.types.v1.transfer_pb2 import TensorSpec, TransferManifest
 
 from services.common.errors import Conflict
 from services.common.weights import manifest as cuts
-from services.common.weights.digest import add_digests, tensor_digest
-from services.common.weights.gloo import GlooGroup, Pending
+from services.common.weights.digest import RunningDigest
 from services.common.weights.store import connect_store
+from services.common.weights.transport import Group, Pending, open_group
+
+CPU = torch.device("cpu")
 
 
 class Receiver:
@@ -21,34 +23,35 @@ class Receiver:
     After any error the groups are broken: close it and join the next epoch. The process goes on.
     """
 
-    def __init__(self, manifest: TransferManifest, receiver_rank: int, *, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        manifest: TransferManifest,
+        receiver_rank: int,
+        *,
+        device: torch.device = CPU,
+        deadline_seconds: float,
+    ) -> None:
         """Connects to the group of each sender rank and warms it; blocks until everybody came.
 
         Raises Unavailable when somebody did not come in time, InvalidRequest for a manifest the senders do not have.
         """
         cuts.validate(manifest)
-        tensor_digest("", torch.zeros(1), 0)  # the kernel is loaded now, not during the first publication
         end = time.monotonic() + deadline_seconds
-        self._manifest = manifest
+        self._device = device
         self._buckets = cuts.buckets(manifest)
+        self._layouts = [[cuts.layout(b, rank) for rank in range(manifest.sender_ranks)] for b in self._buckets]
         self._store = connect_store(manifest.address, deadline_seconds)
-        self._groups: list[GlooGroup] = []
+        self._groups: list[Group] = []
+        self._received = [0] * manifest.sender_ranks
         self._digest: int | None = None
         self.bytes = 0
+        RunningDigest(device).warm()
         try:
             for rank in range(manifest.sender_ranks):
-                group = GlooGroup(
-                    self._store,
-                    address=manifest.address,
-                    prefix=f"{manifest.epoch}/{rank}",
-                    rank=1 + receiver_rank,
-                    receiver_ranks=manifest.receiver_ranks,
-                    greeting=cuts.fingerprint(manifest),
-                    deadline_seconds=max(end - time.monotonic(), 0.001),
-                )
+                group = open_group(manifest, rank, 1 + receiver_rank, store=self._store, device=device, end=end)
                 self._groups.append(group)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(str(error))
             raise
 
     @property
@@ -58,61 +61,70 @@ class Receiver:
             raise Conflict("no digest: no publication was received to its end")
         return self._digest
 
-    def receive(self, *, deadline_seconds: float) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """The whole tensors of one publication in the order of the manifest, aliases left out.
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether tensors are good only until the next bucket is asked for; else the consumer owns them."""
+        return any(group.reuses_memory for group in self._groups)
 
-        The consumer owns them; tensors of one bucket may share their storage. One bucket is being received while
-        another is handed out. `digest` is there at the end.
+    def receive(self, *, deadline_seconds: float) -> Iterator[list[tuple[TensorSpec, torch.Tensor]]]:
+        """The whole tensors of one publication, a bucket at a time, in the order of the manifest, aliases left out.
+
+        Tensors of one bucket may share their storage. One bucket is being received while another is handed out. Work
+        that the consumer gives to the device belongs on the stream that was current when it asked for the bucket.
+        `digest` is there at the end, when the device is done with all of it.
         Raises Expired at the deadline, Unavailable when a peer went away.
         """
         self._digest = None
         self.bytes = 0
-        digest = 0
+        digest = RunningDigest(self._device)
         end = time.monotonic() + deadline_seconds
-        ahead: list[tuple[int, Pending]] = []
+        count = len(self._buckets)
         try:
-            if self._buckets:
-                ahead = self._post(0, end)
-            for number, bucket in enumerate(self._buckets):
-                messages = {rank: self._groups[rank].wait(pending, end) for rank, pending in ahead}
-                ahead = self._post(number + 1, end) if number + 1 < len(self._buckets) else []
-                for spec, tensor in self._assembled(bucket, messages):
-                    digest = add_digests(digest, tensor_digest(spec.name, tensor.view(-1), 0))
+            ahead = self._post(0, end) if count else {}
+            for number in range(count):
+                pending, ahead = ahead, self._post(number + 1, end) if number + 1 < count else {}
+                messages = {rank: self._groups[rank].wait(message, end) for rank, message in pending.items()}
+                bucket = self._assembled(number, messages)
+                for spec, tensor in bucket:
+                    digest.add(spec.name, tensor.view(-1), 0)
                     self.bytes += cuts.tensor_bytes(spec)
-                    yield spec, tensor
-        except BaseException:
-            self.close()
+                yield bucket
+                for rank, message in pending.items():
+                    self._groups[rank].release(message)
+        except BaseException as error:
+            self.close(str(error) or type(error).__name__)
             raise
-        self._digest = digest
+        self._digest = digest.value()
 
-    def close(self) -> None:
+    def close(self, why: str = "a receiver left") -> None:
         """Leaves the groups. May be called twice, and from another thread to end a receive under way."""
         for group in self._groups:
-            group.close()
+            group.close(why)
 
-    def _post(self, number: int, end: float) -> list[tuple[int, Pending]]:
-        posted: list[tuple[int, Pending]] = []
+    def _post(self, bucket: int, end: float) -> dict[int, Pending]:
+        """By sender rank; none for one that has nothing of this bucket."""
+        posted: dict[int, Pending] = {}
         for rank, group in enumerate(self._groups):
-            _, size = cuts.layout(self._buckets[number], rank)
+            _, size = self._layouts[bucket][rank]
             if size:
-                message = torch.empty(size, dtype=torch.uint8)
-                what = f"bucket {number} of {len(self._buckets)} from learner rank {rank}"
-                posted.append((rank, group.broadcast(message, end, what)))
+                what = f"bucket {bucket} of {len(self._buckets)} from learner rank {rank}"
+                posted[rank] = group.receive(self._received[rank], size, end, what)
+                self._received[rank] += 1
         return posted
 
-    def _assembled(
-        self, bucket: list[TensorSpec], messages: dict[int, torch.Tensor]
-    ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        parts: dict[str, list[torch.Tensor]] = {spec.name: [] for spec in bucket}
+    def _assembled(self, bucket: int, messages: dict[int, torch.Tensor]) -> list[tuple[TensorSpec, torch.Tensor]]:
+        parts: dict[str, list[torch.Tensor]] = {spec.name: [] for spec in self._buckets[bucket]}
         for rank, message in sorted(messages.items()):  # rank order is the order of the slices
-            for placement in cuts.layout(bucket, rank)[0]:
+            for placement in self._layouts[bucket][rank][0]:
                 parts[placement.spec.name].append(cuts.view(message, placement))
-        for spec in bucket:
+        assembled: list[tuple[TensorSpec, torch.Tensor]] = []
+        for spec in self._buckets[bucket]:
             slices = parts[spec.name]
             if len(slices) == 1:
                 whole = slices[0]
             elif slices:
                 whole = torch.cat(slices)
             else:
-                whole = torch.empty(0, dtype=cuts.ELEMENT_TYPES[spec.element_type])
-            yield spec, whole.view(tuple(spec.shape))
+                whole = torch.empty(0, dtype=cuts.ELEMENT_TYPES[spec.element_type], device=self._device)
+            assembled.append((spec, whole.view(tuple(spec.shape))))
+        return assembled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,9 +12,11 @@ from antiphon.types.v1.transfer_pb2 import TensorSpec, TransferManifest
 from torch.distributed import Store
 
 from services.common.weights import manifest as cuts
-from services.common.weights.digest import add_digests, tensor_digest
-from services.common.weights.gloo import ROOT, GlooGroup, Pending
+from services.common.weights.digest import RunningDigest
 from services.common.weights.store import connect_store
+from services.common.weights.transport import OUTSTANDING, ROOT, Pending, open_group
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class SendReport:
     """What one rank sent."""
 
     digest: int
-    """Of this rank's slices; the policy's digest is the sum over the ranks (`add_digests`)."""
+    """Of this rank's slices; the policy's digest is the sum over the ranks."""
     bytes: int
     seconds: float
 
@@ -33,32 +36,29 @@ class Sender:
     """
 
     def __init__(
-        self, manifest: TransferManifest, rank: int, *, store: Store | None = None, deadline_seconds: float
+        self,
+        manifest: TransferManifest,
+        rank: int,
+        *,
+        device: torch.device = CPU,
+        store: Store | None = None,
+        deadline_seconds: float,
     ) -> None:
         """Connects and warms; blocks until every receiver came. Rank 0 passes the store it bound, the others none.
 
-        Raises Unavailable when somebody did not come in time.
+        `device` is where the slices are. Raises Unavailable when somebody did not come in time.
         """
         cuts.validate(manifest)
-        tensor_digest("", torch.zeros(1), 0)  # the kernel is loaded now, not during the first publication
         end = time.monotonic() + deadline_seconds
         if store is None:
             store = connect_store(manifest.address, deadline_seconds)
-        self._manifest = manifest
         self._rank = rank
+        self._device = device
         self._store = store  # rank 0's is the server: it must live as long as the group
         self._buckets = [cuts.layout(bucket, rank) for bucket in cuts.buckets(manifest)]
-        self._group = GlooGroup(
-            store,
-            address=manifest.address,
-            prefix=f"{manifest.epoch}/{rank}",
-            rank=ROOT,
-            receiver_ranks=manifest.receiver_ranks,
-            greeting=cuts.fingerprint(manifest),
-            deadline_seconds=max(end - time.monotonic(), 0.001),
-        )
-        largest = max((size for _, size in self._buckets), default=0)
-        self._buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
+        self._sent = 0
+        RunningDigest(device).warm()
+        self._group = open_group(manifest, rank, ROOT, store=store, device=device, end=end)
 
     def send(
         self,
@@ -76,42 +76,48 @@ class Sender:
         """
         begin = time.monotonic()
         end = begin + deadline_seconds
-        digest = 0
+        digest = RunningDigest(self._device)
         total = 0
-        pending: Pending | None = None
+        under_way: deque[Pending | None] = deque()
         count = len(self._buckets)
+        done = 0
+
+        def through() -> None:
+            nonlocal done
+            pending = under_way.popleft()
+            if pending is not None:
+                self._group.wait(pending, end)
+            done += 1
+            if on_bucket is not None:
+                on_bucket(done, count)
+
         try:
             for number, (placements, size) in enumerate(self._buckets):
-                message = self._buffers[number % 2][:size]
+                if len(under_way) == OUTSTANDING:  # the buffer of the one before the last is free then
+                    through()
                 slices = [(placement, self._checked(placement, slice_of)) for placement in placements]
-                for placement, flat in slices:
-                    cuts.view(message, placement).copy_(flat)
-                # At most one message is on its way while the next is filled.
-                if number > 0:
-                    self._through(pending, end, number, on_bucket)
-                pending = self._group.broadcast(message, end, f"bucket {number} of {count}") if size else None
+                pending = None
+                if size:
+                    message = self._group.buffer(self._sent, size)
+                    for placement, flat in slices:
+                        cuts.view(message, placement).copy_(flat)
+                    pending = self._group.send(self._sent, message, end, f"bucket {number} of {count}")
+                    self._sent += 1
+                under_way.append(pending)
                 # While that one travels:
                 for placement, flat in slices:
-                    digest = add_digests(digest, tensor_digest(placement.spec.name, flat, placement.start))
+                    digest.add(placement.spec.name, flat, placement.start)
                     total += placement.bytes
-            if count:
-                self._through(pending, end, count, on_bucket)
-        except BaseException:
-            self.close()
+            while under_way:
+                through()
+        except BaseException as error:
+            self.close(str(error))
             raise
-        return SendReport(digest, total, time.monotonic() - begin)
+        return SendReport(digest.value(), total, time.monotonic() - begin)
 
-    def close(self) -> None:
+    def close(self, why: str = "the learner's rank left") -> None:
         """Leaves the group. May be called twice, and from another thread to end a send under way."""
-        self._group.close()
-
-    def _through(
-        self, pending: Pending | None, end: float, done: int, on_bucket: Callable[[int, int], None] | None
-    ) -> None:
-        if pending is not None:
-            self._group.wait(pending, end)
-        if on_bucket is not None:
-            on_bucket(done, len(self._buckets))
+        self._group.close(why)
 
     def _checked(self, placement: cuts.Placement, slice_of: Callable[[TensorSpec], torch.Tensor]) -> torch.Tensor:
         flat = slice_of(placement.spec).detach()
