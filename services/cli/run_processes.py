@@ -12,9 +12,9 @@ from services.common.processes import RUN_ID_VARIABLE
 LOOK_AGAIN_SECONDS = 0.05
 
 
-def find_processes(run_id: str) -> list[int]:
-    """Process ids; zombies, whose environment is gone, are not among them."""
-    wanted = f"{RUN_ID_VARIABLE}={run_id}".encode()
+def find_processes(run_id: str, variable: str = RUN_ID_VARIABLE) -> list[int]:
+    """Process ids; zombies, whose environment is gone, are not among them. Other variables mark other sets."""
+    wanted = f"{variable}={run_id}".encode()
     found = []
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():

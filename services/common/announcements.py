@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 
 import nats.errors
@@ -20,14 +18,11 @@ from antiphon.events.v1 import events_pb2
 from google.protobuf.timestamp_pb2 import Timestamp
 from nats.js.kv import KeyValue
 
-from services.common.bus import Bus
+from services.common.bus import AWAY, Bus, end_if_cancelled
 
 logger = logging.getLogger(__name__)
 
 TTL_SECONDS = 12.0
-
-# What a bus that is away raises; anything else is a bug or a wrong setting and ends the task.
-_AWAY = (nats.errors.Error, TimeoutError, OSError)
 
 
 def bucket_name(run_id: str) -> str:
@@ -45,6 +40,8 @@ class Announcer:
         worker_id: str,
         kind: events_pb2.WorkerKind,
         address: str,
+        node: str,
+        instance_id: str,
         describe: Callable[[events_pb2.WorkerAnnouncement], None],
         ttl_seconds: float = TTL_SECONDS,
     ) -> None:
@@ -63,8 +60,8 @@ class Announcer:
             worker_id=worker_id,
             kind=kind,
             address=address,
-            node=socket.gethostname(),
-            instance_id=uuid.uuid4().hex,
+            node=node,
+            instance_id=instance_id,
             pid=os.getpid(),
             started_at=started,
         )
@@ -80,7 +77,7 @@ class Announcer:
                 began = time.monotonic()
                 self._changed.clear()
                 await self._announce_once()
-                _end_if_cancelled()
+                end_if_cancelled()
                 # A period counts from the start of the last attempt: a slow answer does not make the next one late.
                 left = began + self._period_seconds - time.monotonic()
                 with contextlib.suppress(TimeoutError):
@@ -95,7 +92,7 @@ class Announcer:
         try:
             bucket = await self._bus.bucket(bucket_name(self._run_id), self._ttl_seconds)
             await bucket.put(self._worker_id, value)
-        except _AWAY as error:
+        except AWAY as error:
             if self._heard:
                 logger.warning("announcement not heard: %r; trying again every %.1f s", error, self._period_seconds)
             self._heard = False
@@ -111,7 +108,7 @@ class Announcer:
             async with asyncio.timeout(1.0):
                 bucket = await self._bus.bucket(bucket_name(self._run_id), self._ttl_seconds)
                 await bucket.delete(self._worker_id)
-        except _AWAY:
+        except AWAY:
             pass  # the time to live does it
 
 
@@ -138,11 +135,11 @@ class Registry:
             try:
                 bucket = await self._bus.bucket(bucket_name(self._run_id), self._ttl_seconds)
                 await self._listen(bucket)
-            except _AWAY as error:
+            except AWAY as error:
                 if self._deaf_since is None:
                     logger.warning("not hearing the workers: %r; trying again", error)
                     self._deaf_since = self._last_sign
-            _end_if_cancelled()
+            end_if_cancelled()
             await asyncio.sleep(min(1.0, self._ttl_seconds / 8))
 
     async def _listen(self, bucket: KeyValue) -> None:
@@ -166,11 +163,11 @@ class Registry:
                     self._hearing()
                     if entry is not None:  # None ends the list of what was there before
                         self._note(entry)
-                _end_if_cancelled()
+                end_if_cancelled()
                 if self._bus.connection.stats["reconnects"] != reconnects:
                     raise nats.errors.ConnectionReconnectingError
         finally:
-            with contextlib.suppress(*_AWAY):
+            with contextlib.suppress(*AWAY):
                 await watcher.stop()
 
     def _hearing(self) -> None:
@@ -230,12 +227,3 @@ class Registry:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, min(end, next_look) - time.monotonic())):
                     await news.wait()
-
-
-def _end_if_cancelled() -> None:
-    """Makes up for a cancellation that nats-py swallowed: it waits with `asyncio.wait_for`, which before Python 3.12
-    drops one that comes together with the answer, and catches CancelledError where it flushes.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling() > 0:
-        raise asyncio.CancelledError

@@ -27,6 +27,9 @@ CONNECT_SECONDS = 10.0
 PING_SECONDS = 3
 REQUEST_SECONDS = 3.0
 
+# What a bus that is away raises; anything else is a bug or a wrong setting.
+AWAY = (nats.errors.Error, TimeoutError, OSError)
+
 
 class Bus:
     """A connection to NATS with JetStream. Reconnects for ever; what is sent while it is away fails at once."""
@@ -119,6 +122,15 @@ class Bus:
         if abs((status.ttl or 0) - ttl_seconds) > 1e-6:
             raise ConfigError(f"NATS bucket {name}: expected a time to live of {ttl_seconds} s, it has {status.ttl} s")
         return bucket
+
+
+def end_if_cancelled() -> None:
+    """Makes up for a cancellation that nats-py swallowed: it waits with `asyncio.wait_for`, which before Python 3.12
+    drops one that comes together with the answer, and catches CancelledError where it flushes.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling() > 0:
+        raise asyncio.CancelledError
 
 
 def assert_synced(monitor_url: str) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import socket
 import types
 import typing
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -42,6 +44,13 @@ class ServiceConfig(Config):
     nats_monitor_url: str | None = pydantic.Field(default=None, description="HTTP monitor, to assert its settings")
     host: str = pydantic.Field(default="127.0.0.1", description="address to bind; loopback unless told otherwise")
     port: int = pydantic.Field(default=0, description="0 picks a free port, which is announced")
+    instance_id: str = pydantic.Field(
+        default_factory=lambda: uuid.uuid4().hex, description="of this life of the worker; new at each start"
+    )
+    node: str = pydantic.Field(default_factory=socket.gethostname, description="host whose GPUs it uses")
+    shares_gpus: bool = pydantic.Field(
+        default=False, description="others use its GPUs too: it touches them only under a grant (docs/design.md §7)"
+    )
     seed: int = pydantic.Field(default=0, description="seed of the run: everything random is derived from it")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 

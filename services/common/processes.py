@@ -27,6 +27,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 # Every process of a run has it in its environment, its children's included.
 RUN_ID_VARIABLE = "ANTIPHON_RUN_ID"
+# Every process of one life of a worker has it.
+INSTANCE_ID_VARIABLE = "ANTIPHON_INSTANCE_ID"
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -20,6 +20,7 @@
 Order: signals → NATS → gRPC server → `beside` tasks and announcement → serve until SIGTERM, SIGINT, `stop` or a failure
 → state STOPPING, health NOT_SERVING → `on_drain` → calls end → tasks cancelled → announcement withdrawn → NATS closed.
 `worker.bus` exists from the moment the `beside` tasks start (a coordinator makes its Registry in one of them).
+`worker.guard` exists from the start; what touches GPUs asks it first.
 A task that raises, a health check that raises and a NATS connection closed for good end the process with exit code 1
 and the cause in the log; nothing dies silently. A second signal ends the process at once (children die with it).
 """
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import logging
 import os
 import sys
@@ -45,6 +47,7 @@ from services.common.bus import Bus
 from services.common.config import Config, ProcessConfig, ServiceConfig, load_process_config
 from services.common.errors import AntiphonError, ConfigError
 from services.common.server import HealthCheck, Server
+from services.common.tenancy import TenantGuard
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +84,9 @@ class Worker:
         self._on_drain = on_drain
         self._drain_seconds = drain_seconds
         self.server = Server(service.host, service.port, health_check or _always_well)
+        # A coordinator hands GPUs over and uses none.
+        sharing = service.shares_gpus and kind != events_pb2.WORKER_KIND_COORDINATOR
+        self.guard = TenantGuard(service, shares_gpus=sharing)
         self._bus: Bus | None = None
         self._announcer: Announcer | None = None
         self._waiting: list[tuple[str, Callable[[], Awaitable[None]]]] = []
@@ -131,10 +137,14 @@ class Worker:
             worker_id=self._service.worker_id,
             kind=self._kind,
             address=self.server.address,
+            node=self._service.node,
+            instance_id=self._service.instance_id,
             describe=self._fill_in,
         )
         announcing = self._start("announcements", self._announcer.run)
         self._start("connection to NATS", self._bus.wait_lost)
+        if self.guard.shares_gpus:
+            self._start("grants", functools.partial(self.guard.run, self._bus))
         for name, work in self._waiting:
             self._start(name, work)
         try:

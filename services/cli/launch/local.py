@@ -17,21 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.cli.launch import nats_server
+from services.cli.launch import exits, nats_server
 from services.cli.recipe import Recipe
 from services.cli.run_processes import command_of, find_processes, kill_processes
 from services.common.config import Config, ProcessConfig, ServiceConfig, dump
-from services.common.processes import RUN_ID_VARIABLE, spawn
+from services.common.processes import INSTANCE_ID_VARIABLE, RUN_ID_VARIABLE, spawn
 from services.rollout.config import environment as rollout_environment
 
 logger = logging.getLogger(__name__)
 
 NATS = "nats"
+COORDINATOR = "coordinator"
 MODULES: Mapping[str, str] = {
     "rollout": "services.rollout",
     "reward": "services.reward",
     "learner": "services.learner",
-    "coordinator": "services.coordinator",
+    COORDINATOR: "services.coordinator",
 }
 TAIL_LINES = 20
 TAIL_BYTES = 16_384
@@ -99,11 +100,16 @@ class LocalLauncher:
         return process is not None and process.returncode is None
 
     async def stop(self, grace_seconds: float) -> None:
-        """SIGTERM to the workers, SIGKILL after the grace, NATS last; then whatever else carries the run's id."""
+        """SIGTERM to the workers, SIGKILL after the grace, NATS last, when it heard of their ends; then whatever else
+        carries the run's id.
+        """
         self._stopping = True
         end = time.monotonic() + grace_seconds
         workers = [p for worker_id, p in self._processes.items() if worker_id != NATS]
         await _ended(workers, signal.SIGTERM, end)
+        telling = [watcher for watcher in self._watchers if watcher.get_name() != NATS]
+        if telling:
+            await asyncio.wait(telling, timeout=exits.TELL_SECONDS)
         await _ended(list(self._processes.values()), signal.SIGTERM, max(end, time.monotonic() + 1.0))
         await self.kill()
 
@@ -124,7 +130,7 @@ class LocalLauncher:
             ("learner", 1, recipe.learner),
             ("rollout", recipe.coordinator.rollout_workers, recipe.rollout),
             ("reward", recipe.coordinator.reward_workers, recipe.reward),
-            ("coordinator", 1, recipe.coordinator),
+            (COORDINATOR, 1, recipe.coordinator),
         ]
 
     async def _start_nats(self) -> None:
@@ -148,7 +154,8 @@ class LocalLauncher:
         path.write_text(dump(config))
         command = [sys.executable, "-m", self._modules[kind], "--config", str(path)]
         own = rollout_environment(self._recipe.rollout) if kind == "rollout" else _threads(kind)
-        await self._spawn(worker_id, command, self._environment(own))
+        environment = self._environment({**own, INSTANCE_ID_VARIABLE: service.instance_id})
+        await self._spawn(worker_id, command, environment, service)
 
     def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
         """The caller's environment, nothing taken away, and what the run and the kind of worker need."""
@@ -161,19 +168,22 @@ class LocalLauncher:
         return {**os.environ, **everyone, **own}
 
     async def _spawn(
-        self, worker_id: str, command: list[str], environment: dict[str, str]
+        self, worker_id: str, command: list[str], environment: dict[str, str], service: ServiceConfig | None = None
     ) -> asyncio.subprocess.Process:
         process = await spawn(command, environment=environment, log=self.log(worker_id))
         self._processes[worker_id] = process
-        watcher = asyncio.create_task(self._watch(worker_id, process))
+        watcher = asyncio.create_task(self._watch(worker_id, process, service), name=worker_id)
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         return process
 
-    async def _watch(self, worker_id: str, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, worker_id: str, process: asyncio.subprocess.Process, service: ServiceConfig | None) -> None:
         code = await process.wait()
         if not self._stopping and not self._death.done():
             self._death.set_result(Death(worker_id, code, self.log(worker_id)))
+        if service is not None:
+            is_coordinator = worker_id.startswith(f"{COORDINATOR}-")
+            await exits.tell_exited(service, process.pid, code, coordinator=is_coordinator)
 
 
 def _threads(kind: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -51,6 +52,8 @@ def announcer(bus: Bus, worker_id: str = "rollout-0", describe: Any = lambda _: 
         "worker_id": worker_id,
         "kind": ROLLOUT,
         "address": "127.0.0.1:7",
+        "node": "host-1",
+        "instance_id": uuid.uuid4().hex,
         "describe": describe,
         "ttl_seconds": TTL,
     }
@@ -120,7 +123,7 @@ CHILD = """
         bus = await Bus.connect(sys.argv[1], "child")
         await Announcer(
             bus, run_id="r", worker_id="rollout-9", kind=events_pb2.WORKER_KIND_ROLLOUT, address="127.0.0.1:9",
-            describe=lambda _: None, ttl_seconds=2.0,
+            node="host-1", instance_id="9", describe=lambda _: None, ttl_seconds=2.0,
         ).run()
 
     asyncio.run(main())

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from antiphon.events.v1 import events_pb2
 from antiphon.tenant.v1 import tenant_pb2
+from antiphon.types.v1.grant_pb2 import GrantToken
 from google.protobuf.wrappers_pb2 import StringValue
 
 from services.common.announcements import Registry
 from services.common.bus import Bus
 from services.common.client import Peer
 from services.common.config import Config, ModelConfig, ProcessConfig, ServiceConfig, dump
-from services.common.errors import ConfigError, Unavailable
+from services.common.errors import ConfigError, Conflict, Unavailable
 from services.common.worker import Worker, main
 from tests.contract.echo_service import EchoStub, until
 
@@ -101,6 +102,25 @@ async def test_the_life_of_a_worker(nats_server: Any, tmp_path: Path) -> None:
         assert events[2:] == ["cancelled"]
         assert await registry.wait_for(lambda: registry.alive(ROLLOUT) == [], 3), "not withdrawn"
     assert not worker.bus.connected
+
+
+async def test_a_worker_that_shares_its_gpus_follows_the_grants_of_its_node(nats_server: Any, tmp_path: Path) -> None:
+    settings = service(nats_server, tmp_path, shares_gpus=True, node="host-1")
+    worker = Worker(settings, ROLLOUT)
+    with pytest.raises(Unavailable, match="does not follow the grants of its node yet"):
+        await worker.guard.check(GrantToken(epoch="e", sequence=1))
+    async with listening(nats_server) as registry:
+        running = asyncio.create_task(ended(worker))
+        assert await registry.wait_for(lambda: len(registry.alive(ROLLOUT)) == 1, 10)
+        (found,) = registry.alive(ROLLOUT)
+        assert (found.node, found.instance_id) == ("host-1", settings.instance_id)
+        with pytest.raises(Conflict, match="void"):
+            await worker.guard.check(GrantToken(epoch="e", sequence=1))
+        worker.stop()
+        assert await running == 0
+    assert not Worker(settings, events_pb2.WORKER_KIND_COORDINATOR).guard.shares_gpus
+    other = Worker(service(nats_server, tmp_path), ROLLOUT)
+    await other.guard.check(GrantToken())  # its GPUs are its own
 
 
 @pytest.mark.parametrize("error", [Unavailable("the engine is dead"), ZeroDivisionError("a bug")])
