@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
@@ -25,8 +26,8 @@ async def build(process: ProcessConfig[RolloutConfig]) -> Worker:
         on_drain=rollout.drain,
     )
     rollout.life.on_change = worker.changed
-    service.add_to(worker.server, rollout)
-    worker.beside("engine", rollout.run)
+    service.add_to(worker.server, rollout, worker.guard)
+    worker.beside("engine", functools.partial(rollout.run, worker.guard))
     return worker
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import pydantic
 
 from services.common.config import Config
+from services.rollout.gpus import engine_gpus
 
 
 class RolloutConfig(Config):
@@ -23,9 +24,14 @@ class RolloutConfig(Config):
     max_outstanding: int = pydantic.Field(
         8192, ge=1, description="trajectories asked for and not finished, held ones included; more is Overloaded"
     )
-    kv_cache_gib: float = pydantic.Field(1.0, gt=0, description="memory for keys and values, GiB")
+    kv_cache_gib: float = pydantic.Field(1.0, gt=0, description="memory for keys and values, GiB, of each GPU")
     prefix_cache: bool = pydantic.Field(True, description="siblings share the keys and values of their prompt")
+    tensor_parallel: int = pydantic.Field(1, ge=1, description="GPUs that share the model")
+    eager: bool = pydantic.Field(False, description="on GPUs: without CUDA graphs; up sooner, slower afterwards")
     threads: int | None = pydantic.Field(None, ge=1, description="CPU threads of the engine; none: all cores")
+    grant_seconds: float = pydantic.Field(
+        1800.0, gt=0, description="where GPUs are shared, longest wait for the grant under which the engine starts"
+    )
     join_seconds: float = pydantic.Field(120.0, gt=0, description="longest wait for all members of a transfer group")
     commit_seconds: float = pydantic.Field(
         60.0, gt=0, description="an update that has arrived and is not committed within this time is given up"
@@ -34,23 +40,26 @@ class RolloutConfig(Config):
 
 
 def environment(settings: RolloutConfig) -> dict[str, str]:
-    """Variables that vLLM's CPU build needs before it is imported; what else is in the environment stays.
+    """Variables that vLLM needs before it is imported, on GPUs or on CPU, by what is there; others stay as they are.
 
     The engine sets them itself for its child process. A launcher that sets them for the service's process, too, makes
     them visible in one place.
     """
     variables = {
-        # The engine core is a child in any case; 0 keeps its worker inside it instead of a third process.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy gRPC's threads half-way
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner's ranks use the same cores at other times
-        "TORCH_COMPILE_DISABLE": "1",  # else the first batch waits 15 s for a compiler
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a local folder
         "TOKENIZERS_PARALLELISM": "false",
     }
     if settings.threads is not None:
         variables["OMP_NUM_THREADS"] = str(settings.threads)
+    if engine_gpus():
+        return variables
+    variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the learner's ranks use the same cores at other times
+    variables["TORCH_COMPILE_DISABLE"] = "1"  # else the first batch waits 15 s for a compiler
+    if settings.tensor_parallel == 1:
+        # The engine core is a child in any case; 0 keeps its worker inside it instead of a third process.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.exists():  # with GNU's OpenMP fp32 decoding takes up to twice as long
         preloaded = [part for part in os.environ.get("LD_PRELOAD", "").split(":") if part and part != str(openmp)]

@@ -5,11 +5,12 @@ Pure types; each engine is in a file named for its library.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from antiphon.types.v1.chat_pb2 import Conversation
+from antiphon.types.v1.grant_pb2 import MemoryTag
 from antiphon.types.v1.transfer_pb2 import TransferManifest
 
 from services.common.errors import Unavailable
@@ -34,6 +35,8 @@ class EngineInfo:
     lowest_temperature: float
     """Smallest temperature above 0 that it takes as it is."""
     highest_temperature: float
+    can_sleep: bool
+    """Whether it can give its memory up."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,41 @@ class Unmatched:
 
 @dataclass(frozen=True)
 class Received:
-    """A publication that has arrived, not loaded yet. Ranks of one engine that disagree are an error before this."""
+    """A publication that has arrived. Ranks of one engine that disagree are an error before this."""
 
     digest: int
     bytes: int
     seconds: float
     """From the start of the receive until the last bucket."""
+    extra_bytes: int = 0
+    """Most memory of one GPU that the transfer took beyond the model; 0 on CPU."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """One GPU, as the engine's worker on it sees it."""
+
+    uuid: str
+    """"GPU-…", the same in every process of the host."""
+    total_bytes: int
+    free_bytes: int
+    """On the whole device, by the driver."""
+    held: Mapping[MemoryTag, int]
+    """Bytes that the engine's allocator holds there now, by tag."""
+    held_untagged: int
+    """Bytes that the same allocator holds for other things (workspaces, graphs): they sleep and wake with any tag."""
+    asleep: Mapping[MemoryTag, int]
+    """Bytes that a wake takes again, by tag."""
+    asleep_untagged: int
+
+    @property
+    def sleepable_bytes(self) -> int:
+        """What a sleep must free."""
+        return sum(self.held.values()) + self.held_untagged
+
+    def waking_bytes(self, tags: Collection[MemoryTag]) -> int:
+        """What a wake of these tags takes."""
+        return sum(self.asleep.get(tag, 0) for tag in tags) + self.asleep_untagged
 
 
 class Engine(Protocol):
@@ -126,16 +158,40 @@ class Engine(Protocol):
         """Leaves an older transfer group and becomes a member of the manifest's. Raises Unavailable."""
 
     async def begin_receive(self, *, deadline_seconds: float) -> None:
-        """Starts to receive one publication, aside from the model."""
+        """Starts to receive one publication.
+
+        On CPU it is kept aside from the model. On CUDA it is loaded in place while it arrives: the model is torn from
+        the first bucket on, until `load` has ended.
+        """
 
     async def received(self) -> Received:
-        """Waits for the end of the receive. Raises Expired or Unavailable when it broke; the model is as it was."""
+        """Waits for the end of the receive. Raises Expired or Unavailable when it broke: the model is as it was on CPU,
+        torn on CUDA until a complete update.
+        """
 
     async def load(self, policy_version: int) -> None:
-        """Puts what was received into the model, drops cached keys and values, and stamps samples with the version."""
+        """Ends what the receive began: what was kept aside is put into the model, and all of it is seen to be filled.
+        Drops cached keys and values, and stamps samples with the version. Keys and values that sleep go on sleeping.
+        """
 
     async def give_up_receive(self) -> None:
-        """Leaves the transfer group and drops what was received. The model is as it was."""
+        """Leaves the group and drops what was received. The model is then as `received` says of one that broke."""
+
+    async def memory(self) -> Sequence[DeviceMemory]:
+        """Each GPU the engine computes on, asked of its workers now; nothing on CPU."""
+
+    async def sleep(self, *, discard_weights: bool) -> None:
+        """Gives up the memory of weights and of keys and values, and drops what was cached. The engine must be idle.
+
+        The weights are kept in memory of the host unless they may be discarded. What sleeps already is left as it is.
+        On CPU only the engine's scheduler sleeps. Whatever is raised leaves the engine dead.
+        """
+
+    async def wake(self, tags: Collection[MemoryTag], *, deadline_seconds: float) -> None:
+        """Takes the memory of these sleeping tags again; the engine samples again once all are awake.
+
+        Discarded weights come back without content. Whatever is raised, the deadline's too, leaves the engine dead.
+        """
 
     async def close(self) -> None:
         """Ends the engine's processes."""

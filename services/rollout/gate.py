@@ -1,8 +1,10 @@
-"""Who may sample now: requests are counted, held while an update is under way, and bounded."""
+"""Who may sample now: requests are counted, held while an update or a drain is under way, and bounded."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from antiphon.types.v1.policy_pb2 import Policy
 
@@ -20,6 +22,7 @@ class Gate:
         self._max_outstanding = max_outstanding
         self._idle = asyncio.Event()
         self._idle.set()
+        self._drained: asyncio.Event | None = None
         self.outstanding = 0
         self.running = 0
 
@@ -41,12 +44,16 @@ class Gate:
         self.outstanding -= count
 
     async def enter(self, wanted_version: int | None) -> Policy:
-        """Waits while an update is under way, then lets one trajectory run under the policy it answers; `leave` after.
+        """Waits while an update or a drain is under way, then lets one trajectory run under the policy it answers.
 
-        Raises Conflict when that is not the version wanted, Unavailable when the update left no verified policy.
+        `leave` after. Raises Conflict when that is not the version wanted, Unavailable when there is no verified policy
+        then.
         """
-        while self._life.state == UPDATING:
-            await self._life.wait_change()
+        while self._drained is not None or self._life.state == UPDATING:
+            if self._drained is not None:
+                await self._drained.wait()
+            else:
+                await self._life.wait_change()
         if self._life.state != READY or self._life.policy is None:
             raise self._life.refusal()
         policy = self._life.policy
@@ -61,10 +68,31 @@ class Gate:
         if self.running == 0:
             self._idle.set()
 
+    @property
+    def draining(self) -> bool:
+        return self._drained is not None
+
+    @asynccontextmanager
+    async def drained(self, deadline_seconds: float) -> AsyncIterator[None]:
+        """Holds new requests, and enters once nothing runs; they go on, or are refused, after it.
+
+        Raises Conflict when another drain is under way, Expired at the deadline.
+        """
+        if self._drained is not None:
+            raise Conflict("the engine is being drained by another request already")
+        self._drained = asyncio.Event()
+        try:
+            await self.idle(deadline_seconds)
+            yield
+        finally:
+            self._drained.set()
+            self._drained = None
+
     async def idle(self, deadline_seconds: float) -> None:
         """Waits until nothing runs. Raises Expired at the deadline."""
         try:
-            await asyncio.wait_for(self._idle.wait(), deadline_seconds)
+            async with asyncio.timeout(deadline_seconds):
+                await self._idle.wait()
         except TimeoutError:
             raise Expired(
                 f"{self.running} trajectories were still being sampled after {deadline_seconds:.1f} s"

@@ -68,7 +68,8 @@ class Generations:
         self._engine = engine
         self._gate = gate
         self._worker_id = worker_id
-        self._known: OrderedDict[str, Generation] = OrderedDict()
+        self._known: dict[str, Generation] = {}
+        self._ended: OrderedDict[str, Generation] = OrderedDict()  # those of them that ended well, the oldest end first
         self._attempts = itertools.count()  # engine ids stay unique when a call is cancelled and asked again
         self._supervisors: set[asyncio.Task[None]] = set()
 
@@ -161,6 +162,8 @@ class Generations:
             generation.ended_at = time.monotonic()
             if generation.error is not None:  # a repeat tries again
                 self._drop(generation)
+            else:
+                self._ended[generation.request.request_id] = generation
             generation.notify()
 
     def _add_unstarted(self, generation: Generation) -> None:
@@ -195,11 +198,11 @@ class Generations:
             sample = await self._engine.generate(
                 SampleRequest(
                     id=name,
-                    prompt_token_ids=list(request.prompt_token_ids),
+                    prompt_token_ids=request.prompt_token_ids,
                     seed=seed,
                     temperature=request.sampling.temperature,
                     max_tokens=request.sampling.max_tokens,
-                    stop_token_ids=list(request.sampling.stop_token_ids),
+                    stop_token_ids=request.sampling.stop_token_ids,
                     policy_version=policy.version,
                 )
             )
@@ -229,19 +232,20 @@ class Generations:
         )
 
     def _forget(self, keep: int) -> None:
+        """Those that ended first, until all that is left is young enough and few enough."""
         horizon = time.monotonic() - KEEP_SECONDS
-        for request_id, generation in list(self._known.items()):
-            if generation.ended_at is None:
-                continue
-            if generation.ended_at >= horizon and len(self._known) <= keep:
+        while self._ended:
+            request_id, oldest = next(iter(self._ended.items()))
+            assert oldest.ended_at is not None
+            if oldest.ended_at >= horizon and len(self._known) <= keep:
                 break
-            del self._known[request_id]
+            del self._ended[request_id], self._known[request_id]
 
 
 def _check_sample(sample: Sample, what: str) -> None:
     """Raises Internal when the engine's answer is not whole: it would be trained on."""
     tokens = len(sample.token_ids)
-    if len(sample.logprobs) != tokens or not all(math.isfinite(value) for value in sample.logprobs):
+    if len(sample.logprobs) != tokens or not math.isfinite(sum(sample.logprobs)):  # one that is not makes the sum so
         raise Internal(
             f"{what}: {tokens} tokens need as many finite log-probabilities, got {list(sample.logprobs)[:8]}"
         )

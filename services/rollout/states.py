@@ -19,13 +19,18 @@ UPDATING = WorkerState.WORKER_STATE_UPDATING
 READY = WorkerState.WORKER_STATE_READY
 STOPPING = WorkerState.WORKER_STATE_STOPPING
 FAILED = WorkerState.WORKER_STATE_FAILED
+ASLEEP = WorkerState.WORKER_STATE_ASLEEP
 
 # state: (states that may follow, what a refused caller is told)
 _TABLE: dict[WorkerState, tuple[frozenset[WorkerState], str]] = {
     STARTING: (frozenset({STALE, STOPPING, FAILED}), "the engine is starting"),
-    STALE: (frozenset({UPDATING, STOPPING, FAILED}), "its weights are not a verified policy, it waits for an update"),
+    STALE: (
+        frozenset({UPDATING, ASLEEP, STOPPING, FAILED}),
+        "its weights are not a verified policy, it waits for an update",
+    ),
     UPDATING: (frozenset({READY, STALE, STOPPING, FAILED}), "an update is under way"),
-    READY: (frozenset({UPDATING, STOPPING, FAILED}), "it works"),
+    READY: (frozenset({UPDATING, ASLEEP, STOPPING, FAILED}), "it works"),
+    ASLEEP: (frozenset({READY, STALE, STOPPING, FAILED}), "its memory sleeps, it waits for a Wake"),
     STOPPING: (frozenset({FAILED}), "it is stopping"),
     FAILED: (frozenset(), "its engine is dead"),
 }

@@ -2,7 +2,12 @@
 
     JoinTransfer ──► (group) ──► BeginUpdate ──► receiving ──► arrived ──► CommitUpdate ──► READY
                                      │              │             │             │
-                                     └──────────────┴── any failure: STALE, group left, old version kept ◄┘
+                                     └──────────────┴── any failure: STALE, group left, no policy served ◄┘
+
+Where GPUs are shared the group lasts for one publication: what it maps is the learner's memory, which sleeps next.
+
+On CPU the model keeps what it had until the load; on CUDA it is loaded in place from the first bucket on, and a failure
+leaves it torn until a complete update. Keys and values that sleep are woken between load and probe.
 
 An open update has one watcher: it ends the update when the transfer breaks or when nobody commits, so that held
 requests never wait for a coordinator that is gone.
@@ -22,9 +27,13 @@ from antiphon.types.v1.transfer_pb2 import TransferManifest
 from services.common.errors import AntiphonError, Conflict, Expired, Unavailable
 from services.rollout.engine import Engine, EngineDead, Received, Unmatched
 from services.rollout.gate import Gate
-from services.rollout.states import FAILED, READY, STALE, UPDATING, Life
+from services.rollout.sleeping import Change, Sleeping
+from services.rollout.states import ASLEEP, FAILED, READY, STALE, UPDATING, Life
+from services.rollout.transfer_group import TransferGroup
 
 logger = logging.getLogger(__name__)
+
+WAKE_SECONDS = 60.0  # longest wait for keys and values to wake in a commit
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,10 @@ class Committed:
     pause_seconds: float
     probe_difference: float
     bytes: int
+    probe_seconds: float
+    extra_bytes: int
+    kv_woken: Change | None
+    """What waking keys and values did, where they slept."""
 
 
 class Update:
@@ -66,16 +79,28 @@ class Update:
 
 
 class Updates:
-    """The one transfer group and the one open update of an engine."""
+    """The one open update of an engine."""
 
-    def __init__(self, engine: Engine, life: Life, gate: Gate, *, commit_seconds: float, probe_seconds: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        life: Life,
+        gate: Gate,
+        sleeping: Sleeping,
+        group: TransferGroup,
+        *,
+        shares_gpus: bool,
+        commit_seconds: float,
+        probe_seconds: float,
+    ) -> None:
         self._engine = engine
         self._life = life
         self._gate = gate
+        self._sleeping = sleeping
+        self._group = group
+        self._shares_gpus = shares_gpus
         self._commit_seconds = commit_seconds
         self._probe_seconds = probe_seconds
-        self._epoch = -1
-        self._joined = False
         self._open: Update | None = None
         self._last: Update | None = None
 
@@ -84,30 +109,36 @@ class Updates:
 
         Raises Conflict for an older epoch, Unavailable when the others did not come. What the engine serves stays.
         """
-        if manifest.epoch < self._epoch:
-            raise Conflict(f"JoinTransfer: epoch {manifest.epoch} is over; this worker is in epoch {self._epoch}")
+        group = self._group
+        if manifest.epoch < group.epoch:
+            raise Conflict(f"JoinTransfer: epoch {manifest.epoch} is over; this worker is in epoch {group.epoch}")
         unmatched = await self._engine.unmatched(manifest)
         if unmatched:
             return unmatched
         if self._open is not None:
             await self._fail(self._open, Unavailable(f"given up: epoch {manifest.epoch} began"))
-        self._epoch, self._joined = manifest.epoch, False
+        group.epoch, group.joined = manifest.epoch, False
         await self._engine.join(manifest, first_receiver_rank, deadline_seconds=deadline_seconds)
-        if self._epoch != manifest.epoch:
-            raise Conflict(f"JoinTransfer: epoch {self._epoch} began while epoch {manifest.epoch} was being joined")
-        self._joined = True
+        if group.epoch != manifest.epoch:
+            raise Conflict(f"JoinTransfer: epoch {group.epoch} began while epoch {manifest.epoch} was being joined")
+        group.joined = True
         return unmatched
 
     async def begin(self, epoch: int, version: int, *, deadline_seconds: float) -> None:
         """Holds new requests, waits until the engine is idle, and starts to receive.
 
-        Raises Conflict when the group is not joined or broken, Expired when the engine was not idle in time.
+        Raises Conflict when the group is not joined or broken, or the weights sleep; Expired when the engine was not
+        idle in time.
         """
+        if self._sleeping.busy or self._life.state == ASLEEP:
+            raise Conflict(
+                f"BeginUpdate to version {version}: the engine sleeps, or is on its way there or back; wake it"
+            )
         if self._open is not None:
             newer = f"given up: another BeginUpdate, to version {version}, came"
             await self._fail(self._open, Unavailable(newer))
-        if epoch != self._epoch or not self._joined:
-            joined = f"epoch {self._epoch} {'is joined' if self._joined else 'was left or broke'}"
+        if epoch != self._group.epoch or not self._group.joined:
+            joined = f"epoch {self._group.epoch} {'is joined' if self._group.joined else 'was left or broke'}"
             raise Conflict(f"BeginUpdate: epoch {epoch} was asked for; {joined}. Join a new epoch first")
         update = Update(epoch, version, deadline_seconds)
         self._life.move(UPDATING, f"to version {version}")
@@ -160,6 +191,8 @@ class Updates:
             raise update.failure
         self._open = None
         self._life.move(READY, f"version {policy.version}", verified=policy)
+        if self._shares_gpus:
+            await self._leave_group()
         return committed
 
     async def close(self) -> None:
@@ -178,26 +211,35 @@ class Updates:
         loading = time.monotonic()
         await self._engine.load(policy.version)
         load_seconds = time.monotonic() - loading
-        difference = await self._probe_difference(probe)
+        kv_woken = await self._sleeping.wake_kv(deadline_seconds=WAKE_SECONDS)
+        probing = time.monotonic()
+        ours = await self._probed(probe)
+        probed = time.monotonic()
+        difference = sum(abs(a - b) for a, b in zip(ours, probe.logprobs, strict=True)) / len(probe.logprobs)
         if not difference <= probe.tolerance:  # NaN is off, too
             raise Conflict(
                 f"version {policy.version}: the probe's log-probabilities are off by {difference:.3g} in the mean, "
                 f"{probe.tolerance:.3g} is allowed; the engine does not compute what the trainer does"
             )
+        self._sleeping.committed(probe.token_ids, ours)
         return Committed(
             transfer_seconds=received.seconds,
             load_seconds=load_seconds,
             pause_seconds=time.monotonic() - update.held_since,
             probe_difference=difference,
             bytes=received.bytes,
+            probe_seconds=probed - probing,
+            extra_bytes=received.extra_bytes,
+            kv_woken=kv_woken,
         )
 
-    async def _probe_difference(self, probe: Probe) -> float:
+    async def _probed(self, probe: Probe) -> list[float]:
+        """The engine's own log-probabilities of the probe."""
         try:
-            ours = await asyncio.wait_for(self._engine.probe(probe.token_ids), self._probe_seconds)
+            async with asyncio.timeout(self._probe_seconds):
+                return await self._engine.probe(probe.token_ids)
         except TimeoutError:
             raise Expired(f"the probe was not answered within {self._probe_seconds:.0f} s") from None
-        return sum(abs(a - b) for a, b in zip(ours, probe.logprobs, strict=True)) / len(probe.logprobs)
 
     async def _watch(self, update: Update) -> None:
         try:
@@ -214,24 +256,28 @@ class Updates:
             return
         update.settled.set()
         try:
-            await asyncio.wait_for(update.committing.wait(), self._commit_seconds)
+            async with asyncio.timeout(self._commit_seconds):
+                await update.committing.wait()
         except TimeoutError:
             message = f"version {update.version} has arrived, and nobody committed it in {self._commit_seconds:.0f} s"
             await self._fail(update, Expired(message))
 
     async def _fail(self, update: Update, error: AntiphonError) -> None:
-        """Ends an update: the group is left, the model keeps what it has, and nothing is served until the next one."""
+        """Ends an update: the group is left, and nothing is served until the next one."""
         if self._open is not update:
             return
         self._open = None
-        self._joined = False
+        self._group.joined = False
         update.failure = error
         update.settled.set()
         if update.watcher is not None and update.watcher is not asyncio.current_task():
             update.watcher.cancel()
         if self._life.state == UPDATING:
             self._life.move(FAILED if isinstance(error, EngineDead) else STALE, str(error))
+        await self._leave_group()
+
+    async def _leave_group(self) -> None:
         try:
-            await self._engine.give_up_receive()
+            await self._group.leave()
         except EngineDead:
             pass  # the watch on the engine says so

@@ -55,14 +55,19 @@ def check_generate(request: rollout_pb2.GenerateRequest, info: EngineInfo) -> No
 
 def check_begin_update(request: rollout_pb2.BeginUpdateRequest) -> None:
     """Raises InvalidRequest unless the request makes sense by itself."""
-    if not request.request_id:
-        raise InvalidRequest("BeginUpdate: request_id is empty")
+    check_request("BeginUpdate", request.request_id, request.deadline_seconds)
     if request.policy_version < 0:
         raise InvalidRequest(f"BeginUpdate: policy_version must be at least 0, it is {request.policy_version}")
-    if not 0 < request.deadline_seconds <= LONGEST_DEADLINE_SECONDS:
+
+
+def check_request(call: str, request_id: str, deadline_seconds: float) -> None:
+    """Raises InvalidRequest unless the request has an id and a deadline."""
+    if not request_id:
+        raise InvalidRequest(f"{call}: request_id is empty")
+    if not 0 < deadline_seconds <= LONGEST_DEADLINE_SECONDS:
         raise InvalidRequest(
-            f"BeginUpdate: deadline_seconds must be above 0 and at most {LONGEST_DEADLINE_SECONDS:.0f}, "
-            f"it is {request.deadline_seconds}"
+            f"{call}: deadline_seconds must be above 0 and at most {LONGEST_DEADLINE_SECONDS:.0f}, "
+            f"it is {deadline_seconds}"
         )
 
 

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from antiphon.types.v1.chat_pb2 import Conversation
+from antiphon.types.v1.grant_pb2 import MEMORY_TAG_KV, MEMORY_TAG_WEIGHTS, MemoryTag
 from antiphon.types.v1.transfer_pb2 import TransferManifest
 
 from services.common import errors
 from services.common.config import ProcessConfig
 from services.common.errors import Internal, InvalidRequest, Unavailable
 from services.rollout.config import RolloutConfig
-from services.rollout.engine import EngineDead, EngineInfo, Received, Sample, SampleRequest, Span, Unmatched
+from services.rollout.engine import (
+    DeviceMemory,
+    EngineDead,
+    EngineInfo,
+    Received,
+    Sample,
+    SampleRequest,
+    Span,
+    Unmatched,
+)
 from services.rollout.vllm_start import start_llm
 
 if TYPE_CHECKING:
@@ -24,22 +35,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.02
+ABORT_POLL_SECONDS = 0.02
+# A publication takes 0.05 s between GPUs, and its end is noticed by asking; on CPU asking takes time from receiving.
+POLL_SECONDS, POLL_SECONDS_ON_CPU = 0.001, 0.02
 ABORT_SECONDS = 10.0
 # The engine core answers between two forward passes; one that is silent for longer is taken for dead.
 ANSWER_SECONDS = 60.0
 LOAD_SECONDS = 300.0
+SLEEP_SECONDS = 120.0  # the first time the copy in host memory is pinned: 13 s for 15 GB
 SHUTDOWN_SECONDS = 2.0
 # vLLM raises a temperature between 0 and 0.01 to 0.01, and refuses more than 2.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
+# What vLLM calls them.
+TAGS = {"weights": MEMORY_TAG_WEIGHTS, "kv_cache": MEMORY_TAG_KV}
 
 
 class VllmEngine:
     """One AsyncLLM with its engine core in a child process. Made by `start`."""
 
-    def __init__(self, llm: AsyncLLM, info: EngineInfo) -> None:
+    def __init__(self, llm: AsyncLLM, info: EngineInfo, poll_seconds: float) -> None:
         self._llm = llm
         self._info = info
+        self._poll_seconds = poll_seconds
         self._running: set[str] = set()
         self._torn: str | None = None
 
@@ -48,8 +65,14 @@ class VllmEngine:
         """Raises ConfigError for a folder that holds no model, Unavailable when vLLM does not start."""
         begin = time.monotonic()
         llm = await start_llm(process)
-        logger.info("vLLM is up after %.1f s", time.monotonic() - begin)
-        return cls(llm, _info(llm))
+        workers = await llm.collective_rpc("antiphon_memory")
+        devices = [answer["uuid"] for answer in workers if "uuid" in answer]
+        logger.info("vLLM is up after %.1f s on %s", time.monotonic() - begin, ", ".join(devices) or "CPU")
+        # What is there now stays: the collector need not look at a million objects of the libraries again and again.
+        gc.collect()
+        gc.freeze()
+        info = _info(llm, [answer["pid"] for answer in workers], on_gpus=bool(devices))
+        return cls(llm, info, POLL_SECONDS if devices else POLL_SECONDS_ON_CPU)
 
     @property
     def info(self) -> EngineInfo:
@@ -94,7 +117,7 @@ class VllmEngine:
             if time.monotonic() > end:
                 raise Internal(f"vLLM did not end {sorted(waiting)[:5]} within {ABORT_SECONDS:.0f} s of being told to")
             await self._llm.abort(list(waiting))
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(ABORT_POLL_SECONDS)
 
     async def encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         return await asyncio.to_thread(self._encode, conversations)
@@ -151,22 +174,46 @@ class VllmEngine:
             digest=digests.pop(),
             bytes=sum(state["bytes"] for state in states),
             seconds=max(state["seconds"] for state in states),
+            extra_bytes=max(state.get("extra_bytes", 0) for state in states),
         )
 
     async def load(self, policy_version: int) -> None:
+        # The core does them in this order; sent at once they cost one round trip.
+        calls = (
+            self._on_workers("antiphon_load", limit_seconds=LOAD_SECONDS),
+            self._guarded(self._llm.reset_prefix_cache(), LOAD_SECONDS),
+            self._guarded(self._llm.update_weight_version(str(policy_version)), LOAD_SECONDS),
+        )
         try:
-            refusals = await self._on_workers("antiphon_load", limit_seconds=LOAD_SECONDS)
-            if any(refusals):
-                raise Unavailable(f"nothing was loaded: {next(filter(None, refusals))}")
-            if not await self._guarded(self._llm.reset_prefix_cache()):
-                raise Unavailable("vLLM did not drop its prefix cache: something still runs")
-            await self._guarded(self._llm.update_weight_version(str(policy_version)))
+            refusals, dropped, _ = await asyncio.gather(*calls)
         except Internal as error:
-            self._torn = f"the model is torn, loading version {policy_version} broke: {error}"
-            raise EngineDead(self._torn) from error
+            raise self._dead(f"the model is torn, loading version {policy_version} broke: {error}") from error
+        if any(refusals):
+            raise Unavailable(f"nothing was loaded: {next(filter(None, refusals))}")
+        if not dropped:
+            raise Unavailable("vLLM did not drop its prefix cache: something still runs")
 
     async def give_up_receive(self) -> None:
         await self._on_workers("antiphon_give_up")
+
+    async def memory(self) -> list[DeviceMemory]:
+        answers = await self._on_workers("antiphon_memory")
+        return [_device(answer) for answer in answers if "uuid" in answer]
+
+    async def sleep(self, *, discard_weights: bool) -> None:
+        level = 2 if discard_weights else 1
+        try:
+            # "wait" aborts nothing: it would wait for what runs, and nothing does. Caches are dropped.
+            await self._guarded(self._llm.sleep(level, "wait"), SLEEP_SECONDS)
+        except Internal as error:
+            raise self._dead(f"falling asleep broke: {error}") from error
+
+    async def wake(self, tags: Collection[MemoryTag], *, deadline_seconds: float) -> None:
+        names = [name for name, tag in TAGS.items() if tag in tags]
+        try:
+            await self._guarded(self._llm.wake_up(names), deadline_seconds)
+        except Internal as error:
+            raise self._dead(f"waking {', '.join(names)} broke, they may be half awake: {error}") from error
 
     async def close(self) -> None:
         await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_SECONDS)
@@ -210,10 +257,10 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return await asyncio.wait_for(call, limit_seconds)
+            async with asyncio.timeout(limit_seconds):
+                return await call
         except TimeoutError:
-            self._torn = f"vLLM's engine core did not answer within {limit_seconds:.0f} s"
-            raise EngineDead(self._torn) from None
+            raise self._dead(f"vLLM's engine core did not answer within {limit_seconds:.0f} s") from None
         except EngineDeadError as error:
             raise EngineDead(self.problem() or str(error)) from error
         except Exception as error:
@@ -228,22 +275,47 @@ class VllmEngine:
                     raise getattr(errors, state["error"])(state["message"])
             if all(state["phase"] == phase for state in states):
                 return states
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(self._poll_seconds)
+
+    def _dead(self, reason: str) -> EngineDead:
+        self._torn = reason
+        return EngineDead(reason)
 
 
-def _info(llm: AsyncLLM) -> EngineInfo:
+def _info(llm: AsyncLLM, worker_pids: list[int], *, on_gpus: bool) -> EngineInfo:
     import vllm
 
-    manager = llm.engine_core.resources.engine_manager
+    cores = [child.pid for child in llm.engine_core.resources.engine_manager.processes]
     return EngineInfo(
         backend=f"vllm {vllm.__version__}",
-        pids=tuple(child.pid for child in manager.processes),
+        pids=tuple(dict.fromkeys([*cores, *worker_pids])),  # one GPU's worker is in the core
         transfer_ranks=llm.vllm_config.parallel_config.world_size,
         max_sequence_tokens=llm.model_config.max_model_len,
         dtype=str(llm.model_config.dtype).removeprefix("torch."),
         vocabulary_size=llm.model_config.get_vocab_size(),
         lowest_temperature=LOWEST_TEMPERATURE,
         highest_temperature=HIGHEST_TEMPERATURE,
+        can_sleep=llm.model_config.enable_sleep_mode or not on_gpus,
+    )
+
+
+def _device(answer: dict[str, Any]) -> DeviceMemory:
+    """Of what `antiphon_memory` answers. vLLM wakes whatever has another tag with any of the two."""
+
+    def tagged(sizes: dict[str, int]) -> dict[MemoryTag, int]:
+        return {tag: sizes[name] for name, tag in TAGS.items() if name in sizes}
+
+    def untagged(sizes: dict[str, int]) -> int:
+        return sum(size for name, size in sizes.items() if name not in TAGS)
+
+    return DeviceMemory(
+        uuid=answer["uuid"],
+        total_bytes=answer["total"],
+        free_bytes=answer["free"],
+        held=tagged(answer["held"]),
+        held_untagged=untagged(answer["held"]),
+        asleep=tagged(answer["asleep"]),
+        asleep_untagged=untagged(answer["asleep"]),
     )
 
 
@@ -261,10 +333,17 @@ def _sample(output: RequestOutput, request_id: str) -> Sample:
         raise Internal(f"{request_id}: vLLM ended with {completion.finish_reason!r}")
     return Sample(
         token_ids=token_ids,
-        logprobs=[_of_token(row, token_id) for row, token_id in zip(rows, token_ids, strict=True)],
+        logprobs=_logprobs(rows, token_ids),
         finish_reason=reason,  # type: ignore[arg-type]
         spans=tuple(Span(span.start, span.end, int(span.version)) for span in completion.weight_versions or ()),
     )
+
+
+def _logprobs(rows: Any, token_ids: list[int]) -> list[float]:
+    """Of each sampled token. `rows` is flat, and of one entry each: then the two lists are the answer as they are."""
+    if getattr(rows, "token_ids", None) == token_ids:
+        return list(rows.logprobs)
+    return [_of_token(row, token_id) for row, token_id in zip(rows, token_ids, strict=True)]
 
 
 def _of_token(row: Any, token_id: int) -> float:

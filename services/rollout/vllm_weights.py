@@ -1,8 +1,9 @@
-"""The worker side of a publication, inside vLLM's own process: receives into staging, touches the model at the commit.
+"""The worker side of a publication, inside vLLM's own process.
 
 vLLM loads this module in each worker because `worker_extension_cls` names `WorkerExtension`; loading it registers the
-receiver with vLLM's weight-transfer factory. On CPU vLLM repacks the weights of its layers, so a model cannot be
-written in place: a whole publication is staged, and until it is verified the old policy stays as it is.
+receiver with vLLM's weight-transfer factory. Where the layers leave weights as they come (vllm_in_place.py), each
+bucket is written over the model's own while the next one travels; nothing is served until the whole is verified.
+Elsewhere, on CPU always, a whole publication is staged, and until it is verified the old policy stays as it is.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from antiphon.types.v1.transfer_pb2 import TransferManifest
+from antiphon.types.v1.transfer_pb2 import TensorSpec, TransferManifest
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -28,6 +29,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from services.common.errors import AntiphonError, Conflict, InvalidRequest, Unavailable
 from services.common.weights.manifest import sent
 from services.common.weights.receiver import Receiver
+from services.rollout.vllm_in_place import layers_that_repack
+from services.rollout.vllm_memory import MemoryExtension
 from services.rollout.vllm_names import expected_shapes, tied_heads, unmatched
 from services.rollout.vllm_start import TRANSFER_BACKEND
 
@@ -45,7 +48,10 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class LoadInfo(WeightTransferUpdateInfo):
-    """Nothing: what is loaded is what was staged."""
+    """Nothing: what is loaded is what was received."""
+
+
+Bucket = list[tuple[TensorSpec, torch.Tensor]]
 
 
 class Transfer:
@@ -54,9 +60,20 @@ class Transfer:
     vLLM's own loop must not wait for others, so all waiting is done in the thread and `state` is asked for.
     """
 
-    def __init__(self, manifest: TransferManifest, receiver_rank: int, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        manifest: TransferManifest,
+        receiver_rank: int,
+        *,
+        device: torch.device,
+        take: Callable[[Iterable[Bucket], bool], None],
+        deadline_seconds: float,
+    ) -> None:
+        """`take` uses up the buckets of a publication; the flag says whether their memory is used again after each."""
         self.manifest = manifest
-        self.staging: dict[str, torch.Tensor] = {}
+        self._device = device
+        self._take = take
+        self._allocated_before = _allocated(device)
         self._receiver: Receiver | None = None
         self._closed = False
         self._state: dict[str, Any] = {}
@@ -64,14 +81,15 @@ class Transfer:
         self._start("joined", lambda: self._join(receiver_rank, deadline_seconds))
 
     def receive(self, deadline_seconds: float) -> None:
-        """Starts to receive one publication into staging."""
+        """Starts to receive one publication."""
         if self._state["phase"] == "failed" or self._thread.is_alive():
             raise Conflict(f"transfer epoch {self.manifest.epoch}: not ready to receive, it is {self._state}")
-        self.staging.clear()
         self._start("received", lambda: self._receive(deadline_seconds))
 
     def state(self) -> dict[str, Any]:
-        """{"phase": "working" | "joined" | "received" (digest, bytes, seconds) | "failed" (error, message)}."""
+        """{"phase": "working" | "joined" | "received" | "failed"}; "received" has also digest, bytes, seconds and
+        extra_bytes, "failed" has error (a class of services/common/errors.py) and message.
+        """
         return self._state
 
     def close(self) -> None:
@@ -80,11 +98,12 @@ class Transfer:
         self._state = {"phase": "failed", "error": "Unavailable", "message": "the transfer group was left"}
         if self._receiver is not None:
             self._receiver.close()
-        self.staging.clear()
 
     def _start(self, phase: str, work: Callable[[], dict[str, Any]]) -> None:
         def run() -> None:
             try:
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)  # a thread begins on the first GPU
                 result = {"phase": phase, **work()}
             except AntiphonError as error:
                 result = {"phase": "failed", "error": type(error).__name__, "message": str(error)}
@@ -99,7 +118,7 @@ class Transfer:
         self._thread.start()
 
     def _join(self, receiver_rank: int, deadline_seconds: float) -> dict[str, Any]:
-        receiver = Receiver(self.manifest, receiver_rank, deadline_seconds=deadline_seconds)
+        receiver = Receiver(self.manifest, receiver_rank, device=self._device, deadline_seconds=deadline_seconds)
         if self._closed:
             receiver.close()
         self._receiver = receiver
@@ -108,17 +127,25 @@ class Transfer:
     def _receive(self, deadline_seconds: float) -> dict[str, Any]:
         assert self._receiver is not None
         begin = time.monotonic()
-        staging: dict[str, torch.Tensor] = {}
-        for spec, tensor in self._receiver.receive(deadline_seconds=deadline_seconds):
-            staging[spec.name] = tensor
-        expected = {spec.name for spec in sent(self.manifest)}
-        if staging.keys() != expected:
-            raise Unavailable(f"received other tensors than announced: {sorted(staging.keys() ^ expected)[:10]}")
-        self.staging = staging
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        names: list[str] = []
+
+        def buckets() -> Iterator[Bucket]:
+            for bucket in self._receiver.receive(deadline_seconds=deadline_seconds):  # type: ignore[union-attr]
+                names.extend(spec.name for spec, _ in bucket)
+                yield bucket
+
+        with torch.no_grad():
+            self._take(buckets(), self._receiver.reuses_memory)
+        expected = [spec.name for spec in sent(self.manifest)]
+        if names != expected:
+            raise Unavailable(f"received other tensors than announced: {sorted({*names} ^ {*expected})[:10]}")
         return {
             "digest": self._receiver.digest,
             "bytes": self._receiver.bytes,
             "seconds": time.monotonic() - begin,
+            "extra_bytes": _peak_allocated(self._device) - self._allocated_before,
         }
 
 
@@ -132,7 +159,13 @@ class AntiphonWeightTransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.transfer: Transfer | None = None
+        self._aliases: dict[str, list[str]] = {}
+        self._staging: dict[str, torch.Tensor] = {}
         self._loaded: set[str] = set()
+        repacking = layers_that_repack(self.model, self.device)
+        self._in_place = not repacking
+        if repacking and self.device.type == "cuda":
+            logger.warning("publications are staged, which takes the model's memory once more: %s", repacking[0])
         # Taken now: during a reload the layers are rebuilt apart, and nothing shows that a head is tied.
         self._shapes = expected_shapes(self.model)
         self._tied = tied_heads(self.model)
@@ -141,22 +174,36 @@ class AntiphonWeightTransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         """Starts to join; `transfer.state()` says when it is done."""
         self.shutdown()
         manifest = TransferManifest.FromString(init_info.manifest)
+        self._aliases = {}
+        for spec in manifest.tensors:
+            if spec.alias_of and spec.name in self._shapes:
+                self._aliases.setdefault(spec.alias_of, []).append(spec.name)
         rank = init_info.first_receiver_rank + self.parallel_config.rank
-        self.transfer = Transfer(manifest, rank, init_info.deadline_seconds)
+        self.transfer = Transfer(
+            manifest,
+            rank,
+            device=self.device,
+            take=self._load_in_place if self._in_place else self._stage,
+            deadline_seconds=init_info.deadline_seconds,
+        )
 
     def start_weight_update(self) -> None:
-        self._loaded = set()
-        initialize_layerwise_reload(self.model)
+        if not self._in_place:
+            self._loaded = set()
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class waits for an accelerator here, which a CPU does not have.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: LoadInfo) -> None:
-        self._loaded |= set(self.model.load_weights(self._staged()))
+        if not self._in_place:
+            self._loaded |= set(self.model.load_weights(self._staged()))
+            self._staging.clear()
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        if not self._in_place:
+            finalize_layerwise_reload(self.model, self.model_config)
         for head in self._tied:
             # vLLM 0.32 on CPU: a reload packs the new embedding, and leaves the tied head with its packed copy of the
             # old one, without an error.
@@ -172,19 +219,41 @@ class AntiphonWeightTransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         if self.transfer is not None:
             self.transfer.close()
             self.transfer = None
+        self._staging.clear()
+
+    def _load_in_place(self, buckets: Iterable[Bucket], reuses_memory: bool) -> None:
+        self._loaded = set()
+        for bucket in buckets:
+            # A bucket at a time: some models look at all of the weights they are given before they copy any.
+            tensors = [(name, tensor) for spec, tensor in bucket for name in self._names(spec)]
+            self._loaded |= set(self.model.load_weights(tensors))
+
+    def _stage(self, buckets: Iterable[Bucket], reuses_memory: bool) -> None:
+        self._staging.clear()
+        for bucket in buckets:
+            for spec, tensor in bucket:
+                self._staging[spec.name] = tensor.clone() if reuses_memory else tensor
+
+    def _names(self, spec: TensorSpec) -> list[str]:
+        """Where a tensor goes: what the learner aliases and this model holds apart is given to both."""
+        return [spec.name, *self._aliases.get(spec.name, ())]
 
     def _staged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors by name; what the learner aliases and this model holds apart is given to both."""
         assert self.transfer is not None
-        staging = self.transfer.staging
-        for spec in self.transfer.manifest.tensors:
-            if not spec.alias_of:
-                yield spec.name, staging[spec.name]
-            elif spec.name in self._shapes:
-                yield spec.name, staging[spec.alias_of]
+        for spec in sent(self.transfer.manifest):
+            for name in self._names(spec):
+                yield name, self._staging[spec.name]
 
 
-class WorkerExtension:
+def _allocated(device: torch.device) -> int:
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+
+
+def _peak_allocated(device: torch.device) -> int:
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0
+
+
+class WorkerExtension(MemoryExtension):
     """Methods that the service calls on every worker. They answer at once, with plain values."""
 
     def antiphon_unmatched(self, manifest: bytes) -> dict[str, Any]:
@@ -211,7 +280,9 @@ class WorkerExtension:
         _engine_of(self).shutdown()
 
     def antiphon_load(self) -> str:
-        """Loads what was staged, in one piece: no other call comes between. Answers "" or why nothing was touched.
+        """Loads what was staged, in one piece: no other call comes between; sees that everything was filled.
+
+        Answers "", or why there is nothing to load.
 
         Whatever is raised leaves the model torn.
         """
@@ -221,7 +292,6 @@ class WorkerExtension:
         self.start_weight_update()  # type: ignore[attr-defined]
         self.update_weights({})  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
-        engine.transfer.staging.clear()
         return ""
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from antiphon.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from antiphon.tenant.v1 import tenant_pb2, tenant_pb2_grpc
-from antiphon.types.v1 import chat_pb2, policy_pb2, trajectory_pb2
+from antiphon.types.v1 import chat_pb2, grant_pb2, policy_pb2, trajectory_pb2
 
-from services.common.errors import AntiphonError, Conflict, Unavailable
+from services.common.errors import AntiphonError, Conflict, InvalidRequest, Unavailable
 from tests.simulated.policy import logprobs
 
 Encode = Callable[[Sequence[dict[str, str]]], list[int]]
@@ -35,7 +35,16 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
         self.commits: list[rollout_pb2.CommitUpdateRequest] = []
         self._epoch = 0
         self._open_version: int | None = None
+        self.asleep: set[int] = set()
+        self.discarded = False
+        self._served = False
+        self.sleeps: list[tenant_pb2.SleepRequest] = []
+        self.wakes: list[tenant_pb2.WakeRequest] = []
+        self.tokens: list[tuple[str, int]] = []
+        """The calls that touch GPUs, and the sequence of the token each carried, in order."""
         # Switches.
+        self.sleep_errors: list[AntiphonError] = []
+        self.wake_errors: list[AntiphonError] = []
         self.delay_seconds: Callable[[rollout_pb2.GenerateRequest], float] = lambda request: 0.0
         self.generate_errors: list[AntiphonError] = []  # raised one per call, after the first trajectory
         self.logprob_shift = 0.0
@@ -61,12 +70,46 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
             transfer_ranks=1,
             max_sequence_tokens=self.max_sequence_tokens,
             dtype="float32",
+            asleep=sorted(self.asleep),
         )
+
+    async def Sleep(self, request: tenant_pb2.SleepRequest, context: Any) -> tenant_pb2.SleepResponse:
+        self.tokens.append(("Sleep", request.token.sequence))
+        if self.sleep_errors:
+            raise self.sleep_errors.pop(0)
+        if self.state == tenant_pb2.WORKER_STATE_UPDATING:
+            raise Conflict(f"{self.worker_id}: an update is under way")
+        self.sleeps.append(request)
+        if len(self.asleep) < 2:
+            if self.state != tenant_pb2.WORKER_STATE_ASLEEP:
+                self._served = self.state == tenant_pb2.WORKER_STATE_READY
+            self.discarded = request.discard_weights
+            self.asleep = {grant_pb2.MEMORY_TAG_WEIGHTS, grant_pb2.MEMORY_TAG_KV}
+            self.state = tenant_pb2.WORKER_STATE_ASLEEP
+        return tenant_pb2.SleepResponse(seconds=0.01)
+
+    async def Wake(self, request: tenant_pb2.WakeRequest, context: Any) -> tenant_pb2.WakeResponse:
+        self.tokens.append(("Wake", request.token.sequence))
+        if self.wake_errors:
+            raise self.wake_errors.pop(0)
+        kv = grant_pb2.MEMORY_TAG_KV
+        if self.discarded and kv in request.tags:
+            raise InvalidRequest(f"{self.worker_id}: keys and values over discarded weights")
+        self.wakes.append(request)
+        self.asleep -= set(request.tags) or self.asleep - ({kv} if self.discarded else set())
+        if self.state == tenant_pb2.WORKER_STATE_ASLEEP:
+            if self.discarded:
+                self.state = tenant_pb2.WORKER_STATE_STALE
+            elif not self.asleep:
+                ready, stale = tenant_pb2.WORKER_STATE_READY, tenant_pb2.WORKER_STATE_STALE
+                self.state = ready if self._served else stale
+        return tenant_pb2.WakeResponse(seconds=0.01)
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         self.requests.append(request)
+        self.tokens.append(("Generate", request.token.sequence))
         if self.state != tenant_pb2.WORKER_STATE_READY:
             raise Unavailable(f"{self.worker_id} is STALE")
         if request.HasField("policy_version") and request.policy_version != self.policy.version:
@@ -119,6 +162,7 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
     async def JoinTransfer(
         self, request: rollout_pb2.JoinTransferRequest, context: Any
     ) -> rollout_pb2.JoinTransferResponse:
+        self.tokens.append(("JoinTransfer", request.token.sequence))
         if request.manifest.epoch < self._epoch:
             raise Conflict(f"epoch {request.manifest.epoch} is over")
         self._epoch = request.manifest.epoch
@@ -128,6 +172,9 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
     async def BeginUpdate(
         self, request: rollout_pb2.BeginUpdateRequest, context: Any
     ) -> rollout_pb2.BeginUpdateResponse:
+        self.tokens.append(("BeginUpdate", request.token.sequence))
+        if self.state == tenant_pb2.WORKER_STATE_ASLEEP:
+            raise Conflict(f"{self.worker_id} sleeps; wake it first")
         if request.epoch != self._epoch:
             raise Conflict(f"{self.worker_id} is in epoch {self._epoch}, asked for {request.epoch}")
         if self.begin_errors:
@@ -139,6 +186,7 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
     async def CommitUpdate(
         self, request: rollout_pb2.CommitUpdateRequest, context: Any
     ) -> rollout_pb2.CommitUpdateResponse:
+        self.tokens.append(("CommitUpdate", request.token.sequence))
         if request.policy.version != self._open_version:
             raise Conflict(f"update to {self._open_version} is open, asked to commit {request.policy.version}")
         await asyncio.sleep(self.commit_delay_seconds)
@@ -149,6 +197,8 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
         self.commits.append(request)
         if self.commits_take_effect:
             self.policy = request.policy
+        self.asleep.clear()
+        self.discarded = False
         self.state = tenant_pb2.WORKER_STATE_READY
         return rollout_pb2.CommitUpdateResponse(
             transfer_seconds=0.01, load_seconds=0.01, pause_seconds=0.02, probe_difference=1e-6, bytes=1000

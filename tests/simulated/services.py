@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class Announced:
             worker_id=self.worker_id,
             kind=self._kind,
             address=self.server.address,
+            node="simulated",
+            instance_id=uuid.uuid4().hex,
             describe=describe,
         )
         self._announcing = asyncio.create_task(self._announcer.run())

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 from antiphon.types.v1.chat_pb2 import Conversation
+from antiphon.types.v1.grant_pb2 import MEMORY_TAG_KV, MEMORY_TAG_WEIGHTS, MemoryTag
 from antiphon.types.v1.transfer_pb2 import TransferManifest
 
 from services.common.errors import InvalidRequest, Unavailable
-from services.rollout.engine import EngineDead, EngineInfo, Received, Sample, SampleRequest, Span, Unmatched
+from services.rollout.engine import (
+    DeviceMemory,
+    EngineDead,
+    EngineInfo,
+    Received,
+    Sample,
+    SampleRequest,
+    Span,
+    Unmatched,
+)
 
 VOCABULARY = 100
 INFO = EngineInfo(
@@ -22,6 +33,7 @@ INFO = EngineInfo(
     vocabulary_size=VOCABULARY,
     lowest_temperature=0.01,
     highest_temperature=2.0,
+    can_sleep=True,
 )
 
 
@@ -30,10 +42,47 @@ def token_at(seed: int, position: int) -> int:
     return hashlib.sha256(f"{seed}/{position}".encode()).digest()[0] % VOCABULARY
 
 
+class Device:
+    """A GPU of 1,000 bytes that the engine and others hold."""
+
+    sizes: ClassVar = {MEMORY_TAG_WEIGHTS: 600, MEMORY_TAG_KV: 200}
+    untagged = 50
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid = uuid
+        self.others = 100
+        self.leaked = 0
+        self.asleep: set[MemoryTag] = set()
+
+    def memory(self) -> DeviceMemory:
+        held = {tag: size for tag, size in self.sizes.items() if tag not in self.asleep}
+        asleep = {tag: size for tag, size in self.sizes.items() if tag in self.asleep}
+        untagged = 0 if len(asleep) == 2 else self.untagged
+        return DeviceMemory(
+            uuid=self.uuid,
+            total_bytes=1000,
+            free_bytes=1000 - self.others - self.leaked - sum(held.values()) - untagged,
+            held=held,
+            held_untagged=untagged,
+            asleep=asleep,
+            asleep_untagged=self.untagged - untagged,
+        )
+
+
 class MemoryEngine:
     """Finishes a request at once, or, after `pause()`, when `resume()` is called or the request is aborted."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: int = 0) -> None:
+        self.devices = [Device(f"GPU-{number}") for number in range(gpus)]
+        self.asleep: set[MemoryTag] = set()
+        self.sleeps: list[bool] = []
+        self.wakes: list[set[MemoryTag]] = []
+        self.leak = 0  # bytes of each device that the next sleep does not give back
+        self.wake_error: Exception | None = None
+        self.order: list[str] = []
+        self.may_move = asyncio.Event()  # sleeps end once it is set
+        self.may_move.set()
+        self.wakes_take_effect = True
         self.info = INFO
         self.requests: list[SampleRequest] = []
         self.running: dict[str, asyncio.Event] = {}
@@ -71,7 +120,7 @@ class MemoryEngine:
     def deliver(self, digest: int = 77, size: int = 1000) -> None:
         """The last bucket has arrived."""
         assert self._arrival is not None
-        self._arrival.set_result(Received(digest=digest, bytes=size, seconds=0.5))
+        self._arrival.set_result(Received(digest=digest, bytes=size, seconds=0.5, extra_bytes=4096))
 
     def break_transfer(self, error: Exception) -> None:
         assert self._arrival is not None
@@ -89,6 +138,7 @@ class MemoryEngine:
 
     async def generate(self, request: SampleRequest) -> Sample:
         self._check()
+        assert not self.asleep, "memory that sleeps was touched"
         self.requests.append(request)
         event = self.running[request.id] = asyncio.Event()
         try:
@@ -123,6 +173,8 @@ class MemoryEngine:
 
     async def probe(self, token_ids: Sequence[int]) -> list[float]:
         self._check()
+        assert not self.asleep, "a paused engine answers no probe"
+        self.order.append("probe")
         return self.probe_logprobs
 
     async def unmatched(self, manifest: TransferManifest) -> Unmatched:
@@ -144,6 +196,8 @@ class MemoryEngine:
         self._check()
         if self.load_error is not None:
             raise self.load_error
+        assert MEMORY_TAG_WEIGHTS not in self.asleep, "memory that sleeps was touched"
+        self.order.append("load")
         self.loads += 1
         self.version = policy_version
 
@@ -151,6 +205,31 @@ class MemoryEngine:
         self.given_up += 1
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_exception(Unavailable("the transfer group was left"))
+
+    async def memory(self) -> Sequence[DeviceMemory]:
+        self._check()
+        return [device.memory() for device in self.devices]
+
+    async def sleep(self, *, discard_weights: bool) -> None:
+        self._check()
+        assert not self.running, "put to sleep while it samples"
+        self.sleeps.append(discard_weights)
+        await self.may_move.wait()
+        self.asleep = {MEMORY_TAG_WEIGHTS, MEMORY_TAG_KV}
+        for device in self.devices:
+            device.asleep = set(self.asleep)
+            device.leaked += self.leak
+
+    async def wake(self, tags: Collection[MemoryTag], *, deadline_seconds: float) -> None:
+        self._check()
+        if self.wake_error is not None:
+            raise self.wake_error
+        assert set(tags) <= self.asleep and deadline_seconds > 0
+        self.order.append("wake")
+        self.wakes.append(set(tags))
+        self.asleep -= set(tags)
+        for device in self.devices if self.wakes_take_effect else ():
+            device.asleep = set(self.asleep)
 
     async def close(self) -> None:
         self.closed = True

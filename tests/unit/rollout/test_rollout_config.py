@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.common.config import ConfigError, parse
+from services.rollout import config
 from services.rollout.config import RolloutConfig, environment
+from services.rollout.gpus import Gpu
 from services.rollout.vllm_start import max_sequence_tokens_of
 
 
@@ -23,6 +25,16 @@ def test_environment_preloads_openmp_once_and_keeps_what_was_there(
     assert environment(RolloutConfig())["LD_PRELOAD"] == str(openmp)
     monkeypatch.setenv("LD_PRELOAD", f"/other.so:{openmp}")
     assert environment(RolloutConfig())["LD_PRELOAD"] == f"{openmp}:/other.so"
+
+
+def test_environment_on_gpus_leaves_out_what_is_for_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "engine_gpus", lambda: [Gpu(0, "GPU-a", 2, 1)])
+    assert set(environment(RolloutConfig())) == {
+        "VLLM_WORKER_MULTIPROC_METHOD",
+        "VLLM_NO_USAGE_STATS",
+        "HF_HUB_OFFLINE",
+        "TOKENIZERS_PARALLELISM",
+    }
 
 
 def test_environment_of_threads() -> None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from antiphon.types.v1.policy_pb2 import Policy
 
-from services.rollout.states import FAILED, READY, STALE, STARTING, STOPPING, UPDATING, Life, name
+from services.rollout.states import ASLEEP, FAILED, READY, STALE, STARTING, STOPPING, UPDATING, Life, name
 
 ALLOWED = {
     (STARTING, STALE),
@@ -22,6 +22,12 @@ ALLOWED = {
     (READY, STOPPING),
     (READY, FAILED),
     (STOPPING, FAILED),
+    (STALE, ASLEEP),
+    (READY, ASLEEP),
+    (ASLEEP, STALE),
+    (ASLEEP, READY),
+    (ASLEEP, STOPPING),
+    (ASLEEP, FAILED),
 }
 PATHS = {
     STARTING: (),
@@ -29,6 +35,7 @@ PATHS = {
     UPDATING: (STALE, UPDATING),
     READY: (STALE, UPDATING, READY),
     STOPPING: (STOPPING,),
+    ASLEEP: (STALE, ASLEEP),
     FAILED: (FAILED,),
 }
 
