@@ -12,11 +12,12 @@ from services.common.config import ProcessConfig
 from services.common.worker import Worker, main
 from services.learner.config import LearnerConfig
 from services.learner.process import LearnerProcess
+from services.learner.ranks import RANK_MODULE
 from services.learner.service import LearnerServicer, TenantServicer
 
 
-async def build(process: ProcessConfig[LearnerConfig]) -> Worker:
-    parent = LearnerProcess(process)
+async def build(process: ProcessConfig[LearnerConfig], rank_module: str = RANK_MODULE) -> Worker:
+    parent = LearnerProcess(process, rank_module)
     worker = Worker(
         process.service,
         events_pb2.WORKER_KIND_LEARNER,
@@ -25,14 +26,15 @@ async def build(process: ProcessConfig[LearnerConfig]) -> Worker:
         on_drain=parent.drain,
     )
     parent.on_change = worker.changed
+    learner = parent.under(worker.guard)
     worker.server.add(
         learner_pb2_grpc.add_LearnerServiceServicer_to_server,
-        LearnerServicer(parent.learner),
+        LearnerServicer(learner, worker.guard),
         learner_pb2.DESCRIPTOR.services_by_name["LearnerService"].full_name,
     )
     worker.server.add(
         tenant_pb2_grpc.add_TenantServiceServicer_to_server,
-        TenantServicer(parent.learner),
+        TenantServicer(learner, worker.guard),
         tenant_pb2.DESCRIPTOR.services_by_name["TenantService"].full_name,
     )
     worker.beside("ranks", parent.run_ranks)

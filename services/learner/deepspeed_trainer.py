@@ -6,41 +6,37 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# Set before DeepSpeed looks around: without a GPU there is nothing to detect, and no kernel to compile.
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
-
-import deepspeed
 import torch
 import torch.distributed as dist
 from antiphon.learner.v1 import learner_pb2, ranks_pb2
-from antiphon.types.v1 import chat_pb2, transfer_pb2
+from antiphon.tenant.v1 import tenant_pb2
+from antiphon.types.v1 import chat_pb2, grant_pb2, transfer_pb2
 from transformers import AutoTokenizer
 
 from services.common.config import ProcessConfig
 from services.common.errors import AntiphonError, InvalidRequest, Unavailable
 from services.learner import exporting
-from services.learner.batching import Row, plan_micro_batches
+from services.learner.batching import Layout, Row, plan_micro_batches
 from services.learner.config import LearnerConfig
-from services.learner.packing import Packed, pack
+from services.learner.device_memory import DeviceMemory
+from services.learner.packing import pack
 from services.learner.policy_model import (
     compute_in_float32,
     lacks_bfloat16_arithmetic,
+    layout_of,
     load_policy_model,
-    may_share_contexts,
 )
 from services.learner.publishing import WeightTransfer, probe_token_ids
 from services.learner.stepping import StepRunner
 from services.learner.trainer import Report
+from services.learner.zero_engine import VERSION, gathered, join_distributed, make_zero_engine
 
 logger = logging.getLogger(__name__)
-
-REDUCE_BUCKET_ELEMENTS = 1 << 26
-NEVER_GATHERED = 1 << 40  # elements; larger than any parameter
 
 
 class DeepSpeedTrainer:
@@ -53,11 +49,16 @@ class DeepSpeedTrainer:
         self._rank = rank
         self._ranks = ranks
         self._device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         # OMP_NUM_THREADS, which the parent sets, is what torch takes for its threads.
         torch.manual_seed(process.service.seed)
         self._join_ranks(rendezvous, settings.rank_silence_seconds)
         policy = load_policy_model(
-            process.model.path, process.model.dtype, gradient_checkpointing=settings.gradient_checkpointing
+            process.model.path,
+            process.model.dtype,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            device=self._device,
         )
         self._model = policy.model
         text_config = self._model.config.get_text_config()
@@ -65,8 +66,8 @@ class DeepSpeedTrainer:
         if process.model.dtype == "bfloat16" and lacks_bfloat16_arithmetic(self._device):
             logger.warning("no bfloat16 arithmetic on this CPU: weights are bfloat16, products and activations float32")
             compute_in_float32(self._model)
-        self._share_contexts = self._device.type == "cpu" and may_share_contexts(self._model, self._max_sequence_tokens)
-        self._engine = self._initialised(policy, settings)
+        layout = layout_of(self._model, self._max_sequence_tokens)
+        self._engine = make_zero_engine(policy, settings.optimizer, process.model.dtype, ranks, self._device)
         self._steps = StepRunner(
             self._engine,
             settings.optimizer,
@@ -74,21 +75,30 @@ class DeepSpeedTrainer:
             ranks=ranks,
             device=self._device,
             token_budget=settings.micro_batch_tokens,
-            share_contexts=self._share_contexts,
+            layout=layout,
         )
-        self._transfer = WeightTransfer(self._model, rank, ranks)
+        self._memory: DeviceMemory | None = None
+        if self._device.type == "cuda":
+            self._memory = DeviceMemory(self._engine, self._device)
+            if process.service.shares_gpus:
+                self._memory.prepare()
+        self._transfer = WeightTransfer(self._model, rank, ranks, self._device)
         self._tokenizer = AutoTokenizer.from_pretrained(process.model.path, local_files_only=True)
         self._vocabulary = int(text_config.vocab_size)
         self._probe_ids = probe_token_ids(
             min(self._vocabulary, len(self._tokenizer)),
             [*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder],
         )
+        self._probe_logprobs: list[float] | None = None
+        """Of the current weights, once computed."""
+        if self._memory is not None:
+            self._probe()
 
     def hello(self) -> ranks_pb2.RankHello:
         return ranks_pb2.RankHello(
             rank=self._rank,
             pid=os.getpid(),
-            backend=f"deepspeed {deepspeed.__version__}",
+            backend=f"deepspeed {VERSION}",
             dtype=self._process.model.dtype,
             max_sequence_tokens=self._max_sequence_tokens,
         )
@@ -107,7 +117,11 @@ class DeepSpeedTrainer:
     def train_step(self, work: ranks_pb2.RankTrainStep, report: Report) -> learner_pb2.StepResult | None:
         for trajectory in work.trajectories:
             self._check_tokens(trajectory.trajectory_id, trajectory.token_ids)
+        self._probe_logprobs = None
         result = self._steps.run(work.header, work.trajectories, report)
+        if self._memory is not None:
+            self._memory.note_sizes()
+            self._probe()  # not in the pause of the publication
         return result if self._rank == 0 else None
 
     def encode(self, work: ranks_pb2.RankEncode) -> list[chat_pb2.TokenIds]:
@@ -152,11 +166,11 @@ class DeepSpeedTrainer:
             if failure is not None:
                 raise failure
             return None  # the rank that failed says why
-        logprobs = self._logprobs([self._probe_ids], 1.0, lambda phase, done, of: report("probe", done, of))[0]
+        logprobs = self._probe()
         if self._rank != 0:
             return None
         result = learner_pb2.PublishResult(
-            probe_token_ids=self._probe_ids, probe_logprobs=logprobs[1:], bytes=sent, seconds=time.monotonic() - begin
+            probe_token_ids=self._probe_ids, probe_logprobs=logprobs, bytes=sent, seconds=time.monotonic() - begin
         )
         result.policy.digest = digest & ((1 << 64) - 1)
         return result
@@ -184,9 +198,24 @@ class DeepSpeedTrainer:
                 pass
         return learner_pb2.ExportResult(path=request.path)
 
+    def sleep(self, tags: Sequence[grant_pb2.MemoryTag]) -> ranks_pb2.RankMemoryChange | None:
+        if grant_pb2.MEMORY_TAG_WEIGHTS in tags:
+            self._transfer.leave()  # its buffers are on the GPU, under no tag
+        return None if self._memory is None else self._memory.sleep(tags)
+
+    def wake(self, tags: Sequence[grant_pb2.MemoryTag]) -> ranks_pb2.RankMemoryChange | None:
+        return None if self._memory is None else self._memory.wake(tags)
+
+    def memory(self) -> tenant_pb2.DeviceMemory | None:
+        return None if self._memory is None else self._memory.held()
+
+    def _probe(self) -> list[float]:
+        """Log-probs of the probe's tokens but the first under the current weights; computed once for each version."""
+        if self._probe_logprobs is None:
+            self._probe_logprobs = self._logprobs([self._probe_ids], 1.0, lambda phase, done, of: None)[0][1:]
+        return self._probe_logprobs
+
     def _join_ranks(self, rendezvous: Path, timeout_seconds: float) -> None:
-        # The compiled shared-memory collectives cost a compiler and 18 s at the first start; gloo is as good here.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         os.environ.update(RANK=str(self._rank), LOCAL_RANK=str(self._rank), WORLD_SIZE=str(self._ranks))
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -196,74 +225,31 @@ class DeepSpeedTrainer:
             world_size=self._ranks,
             timeout=timedelta(seconds=timeout_seconds),
         )
-        deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-
-    def _initialised(self, policy: torch.nn.Module, settings: LearnerConfig) -> Any:
-        options = settings.optimizer
-        matrices = [p for p in policy.parameters() if p.dim() > 1]
-        vectors = [p for p in policy.parameters() if p.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": options.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=options.learning_rate,
-            betas=options.betas,
-            eps=options.epsilon,
-            fused=True,
-        )
-        engine, *_ = deepspeed.initialize(
-            model=policy,
-            optimizer=optimizer,
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                # We divide by the token count of the whole Update ourselves, and say ourselves when an Update is whole.
-                "gradient_accumulation_steps": 1,
-                "managed_gradient_accumulation": False,
-                "gradient_clipping": options.max_gradient_norm,
-                "bf16": {"enabled": self._process.model.dtype == "bfloat16"},
-                "data_types": {"grad_accum_dtype": "fp32"},
-                # Sums of gradients are float32; one rank sums nothing, so there it would only be a wider copy.
-                **({"communication_data_type": "fp32"} if self._ranks > 1 else {}),
-                "zero_allow_untested_optimizer": True,
-                "zero_optimization": {
-                    "stage": 3,
-                    "contiguous_gradients": self._device.type != "cpu",
-                    "overlap_comm": self._device.type != "cpu",
-                    "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
-                    # With one rank there is nothing to gather: weights that stay save a copy at every use.
-                    **({"param_persistence_threshold": NEVER_GATHERED} if self._ranks == 1 else {}),
-                },
-            },
-        )
-        return engine
+        join_distributed(backend)
 
     @torch.no_grad()
     def _logprobs(self, sequences: list[list[int]], temperature: float, report: Report) -> list[list[float]]:
         """Log-probs of every token of each sequence, 0 for its first; in every rank."""
+        layout = Layout.PADDED if self._steps.layout is Layout.SHARED else self._steps.layout
         rows = [Row(ids, range(1, len(ids))) for ids in sequences]
-        plan = plan_micro_batches(rows, ranks=self._ranks, token_budget=self._steps.token_budget, share_contexts=False)[
+        plan = plan_micro_batches(rows, ranks=self._ranks, token_budget=self._steps.token_budget, layout=layout)[
             self._rank
         ]
-        starts = [0]
-        for ids in sequences:
-            starts.append(starts[-1] + len(ids))
-        found = torch.zeros(starts[-1], dtype=torch.float32, device=self._device)
+        found = torch.zeros(sum(len(row.predicted) for row in rows), dtype=torch.float32, device=self._device)
         for done, micro_batch in enumerate(plan, start=1):
-            packed: Packed = pack(micro_batch, rows, self._device)
+            packed = pack(micro_batch, rows, layout, self._device)
             logprobs, _ = self._engine(packed, temperature)
-            for row, part in zip(packed.rows, logprobs.split(packed.counts) if packed.rows else (), strict=True):
-                found[starts[row] + 1 : starts[row + 1]] = part
+            if not packed.is_empty:
+                found[packed.numbers] = logprobs
             report("forward", done, len(plan))
         dist.all_reduce(found)  # every row was computed by one rank; elsewhere it is 0
-        values = found.tolist()
-        return [values[begin:end] for begin, end in itertools.pairwise(starts)]
+        values = iter(found.tolist())
+        return [[0.0, *itertools.islice(values, len(ids) - 1)] for ids in sequences]
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors one by one on the host, in rank 0; the other ranks take part and get empty ones."""
         for name, parameter in self._model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter]):
+            with gathered(parameter):
                 whole = parameter.detach().to("cpu", copy=True) if self._rank == 0 else torch.empty(0)
             yield name, whole
 

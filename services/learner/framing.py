@@ -12,6 +12,8 @@ Received = TypeVar("Received", bound=Message)
 
 PREFIX_BYTES = 4
 LONGEST_BYTES = (1 << 31) - 1  # protobuf's own limit of one message
+BESIDE_OTHER_WORK = ("connect_transfer", "memory")
+"""Commands that a rank does in a thread of their own, while it goes on with others."""
 
 
 def framed(message: Message) -> bytes:

@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from antiphon.learner.v1 import learner_pb2, ranks_pb2
@@ -19,12 +20,17 @@ from google.protobuf.message import Message
 
 from services.common.errors import AntiphonError, Conflict, Expired, InvalidRequest, Unavailable
 from services.common.operations import Operation, Operations, Report
+from services.common.tenancy import TenantGuard
 from services.learner.batch_checks import check_step
+from services.learner.memory import OPTIMIZER, WEIGHTS, LearnerMemory
 from services.learner.ranks import Ranks
 
 LONGEST_DEADLINE_SECONDS = 7 * 24 * 3600.0
 MOST_RECEIVER_RANKS = 4096
 """What a rank makes of more (a timeout that does not fit its type, a table of all peers) would be its end."""
+TRANSPORTS = (transfer_pb2.TRANSPORT_GLOO, transfer_pb2.TRANSPORT_NCCL, transfer_pb2.TRANSPORT_CUDA_IPC)
+LATE_SECONDS = 3.0
+"""After the deadline of a publication, which each rank keeps by itself, and which leaves it the probe to compute."""
 STEPS_REMEMBERED = 1024
 STEPS_REMEMBERED_SECONDS = 24 * 3600.0
 """The answers of so many Steps, at most so old, are kept for a repeat; after that a repeat is a Conflict."""
@@ -50,9 +56,11 @@ class _Epoch:
 class Learner:
     """Serialises the work of the ranks, and remembers. All methods run in one event loop."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, guard: TenantGuard, on_change: Callable[[], None] = lambda: None) -> None:
         self._ranks = ranks
+        self._guard = guard
         self._turn = asyncio.Lock()  # first come, first served
+        self.memory = LearnerMemory(ranks, self._turn, guard, on_change)
         self._policy = policy_pb2.Policy(version=0)
         self._steps: Operations[learner_pb2.StepResult] = Operations("step", STEPS_REMEMBERED, STEPS_REMEMBERED_SECONDS)
         self._publications: Operations[learner_pb2.PublishResult] = Operations("publication")
@@ -89,6 +97,7 @@ class Learner:
         if not sequences:
             return []
         async with self._turn:
+            self.memory.require("forward", WEIGHTS)
             work = ranks_pb2.RankForward(header=header, sequences=sequences)
             reply = await self._ranks.run(ranks_pb2.RankCommand(forward=work))
             for response in reply.forward.responses:
@@ -111,13 +120,14 @@ class Learner:
         longest = self._ranks.hello.max_sequence_tokens
         # Large batches: the loop must go on answering while this one is checked.
         await asyncio.to_thread(check_step, header, trajectories, longest)
-        fingerprint = hashlib.sha256(header.SerializeToString(deterministic=True)).digest()  # holds the batch's digest
+        fingerprint = hashlib.sha256(_settings(header)).digest()  # holds the batch's digest
 
         async def work(report: Report) -> learner_pb2.StepResult:
             async with self._turn:
                 expected = self._policy.version + 1
                 if header.step_id != expected:
                     raise Conflict(f"step {header.step_id}: the policy is version {expected - 1}; expected {expected}")
+                self.memory.require(f"step {header.step_id}", WEIGHTS, OPTIMIZER)
                 command = ranks_pb2.RankTrainStep(header=header, trajectories=trajectories)
                 reply = await self._ranks.run(ranks_pb2.RankCommand(train_step=command), report)
                 self._policy = policy_pb2.Policy(version=header.step_id)
@@ -132,6 +142,7 @@ class Learner:
         A failure of that is told by `publish`. Raises Conflict for an older epoch, or this one with other settings.
         """
         _ = self._ranks.hello
+        self.memory.require(f"epoch {request.epoch}", WEIGHTS)
         if (
             not 1 <= request.receiver_ranks <= MOST_RECEIVER_RANKS
             or min(request.bucket_bytes, request.deadline_seconds) <= 0
@@ -142,8 +153,8 @@ class Learner:
                 f"and at most {MOST_RECEIVER_RANKS} ranks"
             )
         _check_deadline(f"epoch {request.epoch}", request.deadline_seconds)
-        if request.transport != transfer_pb2.TRANSPORT_GLOO:
-            raise InvalidRequest(f"epoch {request.epoch}: transport {request.transport} is not built in; expected gloo")
+        if request.transport == transfer_pb2.TRANSPORT_UNSPECIFIED:
+            raise InvalidRequest(f"epoch {request.epoch}: no transport is named; expected one of types.v1.Transport")
         now = self._epoch
         if now is not None and request.epoch < now.request.epoch:
             raise Conflict(f"epoch {request.epoch} is over: this learner is in epoch {now.request.epoch}")
@@ -196,15 +207,24 @@ class Learner:
                 raise Unavailable(f"epoch {request.epoch} cannot be used any more, make a new one: {epoch.broken}")
             if request.policy_version != self._policy.version:
                 raise Conflict(f"publish version {request.policy_version}: the policy is at {self._policy.version}")
+            self.memory.require(f"publish version {request.policy_version}", WEIGHTS)
             ours = learner_pb2.PublishRequest()
             ours.CopyFrom(request)
             ours.deadline_seconds = end - time.monotonic()
             if ours.deadline_seconds <= 0:
                 raise Expired(f"publish version {request.policy_version}: the deadline passed before its turn came")
             try:
-                reply = await self._ranks.run(
-                    ranks_pb2.RankCommand(publish=ranks_pb2.RankPublish(request=ours)), report
+                async with asyncio.timeout(ours.deadline_seconds + LATE_SECONDS):
+                    reply = await self._ranks.run(
+                        ranks_pb2.RankCommand(publish=ranks_pb2.RankPublish(request=ours)), report
+                    )
+            except TimeoutError:
+                error = Expired(
+                    f"publish version {request.policy_version}: a rank said nothing at its deadline of "
+                    f"{ours.deadline_seconds:.1f} s: it stands still; the ranks' logs say how far each came"
                 )
+                epoch.break_off(error)
+                raise error from None
             except AntiphonError as error:
                 epoch.break_off(error)
                 raise
@@ -226,6 +246,7 @@ class Learner:
 
         async def work(report: Report) -> learner_pb2.ExportResult:
             async with self._turn:
+                self.memory.require(f"export to {request.path}", WEIGHTS)
                 reply = await self._ranks.run(
                     ranks_pb2.RankCommand(export=ranks_pb2.RankExport(request=request)), report
                 )
@@ -234,10 +255,23 @@ class Learner:
 
         return self._exports.start_or_attach(request.request_id, _settings(request), work)
 
+    async def state(self) -> tenant_pb2.GetStateResponse:
+        """What `describe` says, and what the ranks' GPUs hold, read there now."""
+        state = self.describe()
+        if state.state in (tenant_pb2.WORKER_STATE_READY, tenant_pb2.WORKER_STATE_ASLEEP):
+            with suppress(Unavailable):  # the rest is known without them
+                state.devices.extend(await self.memory.devices())
+        return state
+
     def describe(self) -> tenant_pb2.GetStateResponse:
         """State, policy and children, as they are now; also before the ranks are up and after they are lost."""
         state = tenant_pb2.GetStateResponse(
-            policy=self._policy, pids=[os.getpid(), *self._ranks.pids], transfer_ranks=self._ranks.count
+            policy=self._policy,
+            pids=[os.getpid(), *self._ranks.pids],
+            transfer_ranks=self._ranks.count,
+            asleep=self.memory.asleep,
+            shares_gpus=self._guard.shares_gpus,
+            token=self._guard.token,
         )
         try:
             hello = self._ranks.hello
@@ -245,7 +279,7 @@ class Learner:
             is_lost = self._ranks.is_lost
             state.state = tenant_pb2.WORKER_STATE_FAILED if is_lost else tenant_pb2.WORKER_STATE_STARTING
             return state
-        state.state = tenant_pb2.WORKER_STATE_READY
+        state.state = tenant_pb2.WORKER_STATE_ASLEEP if self.memory.asleep else tenant_pb2.WORKER_STATE_READY
         state.backend, state.dtype = hello.backend, hello.dtype
         state.max_sequence_tokens = hello.max_sequence_tokens
         return state
@@ -258,10 +292,10 @@ def _check_deadline(what: str, seconds: float) -> None:
 
 
 def _settings(request: Message) -> bytes:
-    """What makes two requests the same request: everything but how it is called and how long it may take."""
+    """What makes two requests the same request: everything but how it is called, under what and for how long."""
     copy = type(request)()
     copy.CopyFrom(request)
-    for name in ("request_id", "deadline_seconds"):
+    for name in ("request_id", "deadline_seconds", "token"):
         if name in copy.DESCRIPTOR.fields_by_name:
             copy.ClearField(name)
     return copy.SerializeToString(deterministic=True)

@@ -2,17 +2,22 @@
 
 For the logits z = W h / T of one predicted token y:  log p(y) = z_y − logsumexp(z),  entropy = logsumexp(z) − Σ p z.
 Logits come in the dtype of the hidden states, as an engine computes them, and are float32 from there on. They exist for
-`CHUNK_LOGITS` elements at a time and are computed again in the backward pass.
+a chunk of tokens at a time and are computed again in the backward pass; the same chunks serve both.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 
 CHUNK_LOGITS = 1 << 25
 """Float32 logits at a time: 128 MiB, and as much again for what is made of them."""
+KERNEL_CHUNK_LOGITS = 1 << 29
+"""The same where kernels work on the logits as they are: 1 GiB in bfloat16, and nothing is made of them."""
+ROUND_TOKENS = 128
+"""Large chunks have a multiple of so many tokens, which matrix units like."""
 
 
 class LogprobHead(torch.nn.Module):
@@ -35,19 +40,13 @@ class _ChosenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count = hidden.shape[0]
-        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        entropies = torch.empty_like(logprobs)
-        normalisers = torch.empty_like(logprobs)
+        parts = []
         same = weight.to(hidden.dtype)
-        for part in _chunks(count, weight.shape[0]):
-            logits = _logits(hidden[part], same, temperature)
-            normaliser = torch.logsumexp(logits, dim=-1)
-            chosen = logits.gather(-1, targets[part, None]).squeeze(-1)
-            logprobs[part] = chosen - normaliser
-            normalisers[part] = normaliser
-            probabilities = (logits - normaliser[:, None]).exp_()
-            entropies[part] = normaliser - torch.linalg.vecdot(probabilities, logits)
+        for part in _chunks(hidden, weight.shape[0]):
+            logits = torch.nn.functional.linear(hidden[part], same)
+            parts.append(_statistics(logits, targets[part], temperature))
+            del logits  # before the next ones come
+        logprobs, normalisers, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, targets, normalisers)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropies)
@@ -57,24 +56,61 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         hidden, weight, targets, normalisers = ctx.saved_tensors
         into_hidden = torch.empty_like(hidden)
-        into_weight = torch.zeros(weight.shape, dtype=hidden.dtype, device=weight.device)
+        into_weight = torch.empty(weight.shape, dtype=hidden.dtype, device=weight.device)
         same = weight.to(hidden.dtype)
-        for part in _chunks(hidden.shape[0], weight.shape[0]):
-            logits = _logits(hidden[part], same, ctx.temperature)
-            # d log p(y) / d z = onehot(y) − p, and z = logits / T
-            slope = (logits - normalisers[part, None]).exp_().neg_()
-            slope.scatter_add_(-1, targets[part, None], torch.ones_like(slope[:, :1]))
-            slope *= (gradients[0][part] / ctx.temperature)[:, None]
-            slope = slope.to(hidden.dtype)
-            into_hidden[part] = slope @ same
-            into_weight.addmm_(slope.t(), hidden[part])
+        gradient = gradients[0].contiguous()
+        for number, part in enumerate(_chunks(hidden, weight.shape[0])):
+            logits = torch.nn.functional.linear(hidden[part], same)
+            slopes = _slopes(logits, targets[part], normalisers[part], gradient[part], ctx.temperature)
+            del logits
+            torch.mm(slopes, same, out=into_hidden[part])
+            if number == 0:
+                torch.mm(slopes.t(), hidden[part], out=into_weight)
+            else:
+                into_weight.addmm_(slopes.t(), hidden[part])
+            del slopes
         return into_hidden, into_weight.to(weight.dtype), None, None
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    return torch.nn.functional.linear(hidden, weight).float().div_(temperature)
+def _statistics(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs of the targets, normalisers and entropies, [C] each, of logits [C, V] not yet divided by T."""
+    if (kernels := _kernels(logits)) is not None:
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = kernels.statistics(logits, targets, temperature)
+        return found
+    z = logits.float().div_(temperature)
+    normalisers = torch.logsumexp(z, dim=-1)
+    chosen = z.gather(-1, targets[:, None]).squeeze(-1)
+    probabilities = (z - normalisers[:, None]).exp_()
+    return chosen - normalisers, normalisers, normalisers - torch.linalg.vecdot(probabilities, z)
 
 
-def _chunks(count: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_LOGITS // vocabulary)
+def _slopes(
+    logits: torch.Tensor, targets: torch.Tensor, normalisers: torch.Tensor, gradients: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """d loss / d logits in the dtype of the logits, which may be overwritten: (onehot − p) · gradient / T."""
+    if (kernels := _kernels(logits)) is not None:
+        found: torch.Tensor = kernels.slopes_in_place(logits, targets, normalisers, gradients, temperature)
+        return found
+    slopes = logits.float().div_(temperature).sub_(normalisers[:, None]).exp_().neg_()
+    slopes.scatter_add_(-1, targets[:, None], torch.ones_like(slopes[:, :1]))
+    slopes *= (gradients / temperature)[:, None]
+    return slopes.to(logits.dtype)
+
+
+def _kernels(tensor: torch.Tensor) -> ModuleType | None:
+    """What works on logits of that device, in place of torch's own operations; None where nothing does."""
+    if tensor.device.type != "cuda":
+        return None
+    from services.learner import head_kernels
+
+    return head_kernels
+
+
+def _chunks(hidden: torch.Tensor, vocabulary: int) -> list[slice]:
+    size = max(1, (KERNEL_CHUNK_LOGITS if _kernels(hidden) is not None else CHUNK_LOGITS) // vocabulary)
+    if size > ROUND_TOKENS:
+        size -= size % ROUND_TOKENS
+    count = hidden.shape[0]
     return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]

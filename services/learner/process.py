@@ -10,9 +10,11 @@ from antiphon.events.v1 import events_pb2
 
 from services.common.config import ProcessConfig, dump
 from services.common.errors import Unavailable
+from services.common.tenancy import TenantGuard
 from services.learner.config import LearnerConfig
 from services.learner.learner import Learner
-from services.learner.ranks import RankProcesses, rank_command_line, threads_for_each
+from services.learner.memory import TAGS
+from services.learner.ranks import RANK_MODULE, RankProcesses, rank_command_line, threads_for_each
 
 
 class LearnerProcess:
@@ -23,9 +25,11 @@ class LearnerProcess:
     code 1.
     """
 
-    def __init__(self, process: ProcessConfig[LearnerConfig]) -> None:
+    def __init__(self, process: ProcessConfig[LearnerConfig], rank_module: str = RANK_MODULE) -> None:
+        """`rank_module` is what the ranks run; see services/learner/ranks.py."""
         settings = process.settings
         service = process.service
+        self._start_seconds = settings.start_seconds
         self._linger_seconds = settings.failed_linger_seconds
         self.on_change: Callable[[], None] = lambda: None
         logs = service.run_dir / "logs"
@@ -35,7 +39,7 @@ class LearnerProcess:
         threads = settings.threads_per_rank or threads_for_each(settings.ranks)
         self._ranks = RankProcesses(
             settings.ranks,
-            rank_command_line(config, settings.ranks),
+            rank_command_line(config, settings.ranks, rank_module),
             logs,
             service.worker_id,
             environment=rank_environment(threads),
@@ -43,12 +47,23 @@ class LearnerProcess:
             silence_seconds=settings.rank_silence_seconds,
             on_change=self._changed,
         )
-        self.learner = Learner(self._ranks)
+
+    def under(self, guard: TenantGuard) -> Learner:
+        """The learner, whose use of its GPUs the guard allows. Call it once, before anything else."""
+        self._guard = guard
+        self.learner = Learner(self._ranks, guard, self._changed)
+        return self.learner
 
     async def run_ranks(self) -> None:
-        """Starts the ranks and waits for the loss of one, which it raises once it has been said for long enough."""
+        """Starts the ranks and waits for the loss of one, which it raises once it has been said for long enough.
+
+        Ranks that share their GPUs take memory there as they load: they start when a grant allows it.
+        """
+        if self._guard.shares_gpus:
+            await self._guard.granted(TAGS, self._start_seconds)
         try:
             await self._ranks.start()
+            await self.learner.memory.say_loaded()
             await self._ranks.lost.wait()
         except Unavailable:
             pass  # it is the same problem, and is told in the same way

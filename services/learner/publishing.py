@@ -12,11 +12,15 @@ from antiphon.learner.v1 import learner_pb2
 from antiphon.types.v1 import transfer_pb2
 from torch.distributed import Store
 
-from services.common.errors import Conflict
+from services.common.errors import Conflict, InvalidRequest
 from services.common.weights.manifest import element_type
 from services.common.weights.sender import Sender, SendReport
 from services.common.weights.store import bind_store
 
+TRANSPORTS_OF = {
+    "cpu": (transfer_pb2.TRANSPORT_GLOO,),
+    "cuda": (transfer_pb2.TRANSPORT_NCCL, transfer_pb2.TRANSPORT_CUDA_IPC),
+}
 PROBE_TOKENS = 32
 PROBE_SEED = 0x616E7469
 
@@ -24,8 +28,9 @@ PROBE_SEED = 0x616E7469
 class WeightTransfer:
     """One rank's end of the transfer group of the newest epoch. `connect` runs beside the rank's other work."""
 
-    def __init__(self, model: Any, rank: int, ranks: int) -> None:
+    def __init__(self, model: Any, rank: int, ranks: int, device: torch.device) -> None:
         self._model = model
+        self._device = device
         self._rank = rank
         self._ranks = ranks
         self._lock = threading.Lock()
@@ -34,7 +39,17 @@ class WeightTransfer:
         self._sender: Sender | None = None
 
     def join(self, request: learner_pb2.JoinTransferRequest, host: str) -> transfer_pb2.TransferManifest | None:
-        """Leaves the older group. Rank 0 binds the store of the new epoch and answers with the manifest."""
+        """Leaves the older group. Rank 0 binds the store of the new epoch and answers with the manifest.
+
+        Raises InvalidRequest in every rank for a transport that does not carry what is on this device.
+        """
+        possible = TRANSPORTS_OF[self._device.type]
+        if request.transport not in possible:
+            names = " or ".join(transfer_pb2.Transport.Name(transport) for transport in possible)
+            raise InvalidRequest(
+                f"epoch {request.epoch}: this learner's weights are on {self._device.type}; expected {names}, got "
+                f"{transfer_pb2.Transport.Name(request.transport)}"
+            )
         with self._lock:
             self._leave()
             self._epoch = request.epoch
@@ -56,7 +71,7 @@ class WeightTransfer:
         with self._lock:
             self._check(manifest.epoch)
             store = self._store
-        sender = Sender(manifest, self._rank, store=store, deadline_seconds=deadline_seconds)
+        sender = Sender(manifest, self._rank, device=self._device, store=store, deadline_seconds=deadline_seconds)
         with self._lock:
             if self._epoch != manifest.epoch:
                 sender.close()
@@ -79,13 +94,15 @@ class WeightTransfer:
         return sender.send(slice_of, deadline_seconds=deadline_seconds, on_bucket=on_bucket)
 
     def leave(self) -> None:
-        """Breaks the connections of the group there is."""
+        """Breaks the connections of the group there is, and of one that is being made."""
         with self._lock:
             self._leave()
+            self._epoch = None
 
     def _check(self, epoch: int) -> None:
         if self._epoch != epoch:
-            raise Conflict(f"epoch {epoch} is over: rank {self._rank} is in epoch {self._epoch}")
+            now = "in none" if self._epoch is None else f"in epoch {self._epoch}"
+            raise Conflict(f"epoch {epoch} is over: rank {self._rank} is {now}; make a new one")
 
     def _leave(self) -> None:
         if self._sender is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import queue
 import socket
 import sys
 import threading
@@ -27,7 +28,7 @@ from services.common import logs
 from services.common.config import ProcessConfig, load_process_config
 from services.common.errors import AntiphonError
 from services.learner.config import LearnerConfig
-from services.learner.framing import framed, receive_message
+from services.learner.framing import BESIDE_OTHER_WORK, framed, receive_message
 from services.learner.trainer import Report, Trainer
 
 logger = logging.getLogger(__name__)
@@ -80,17 +81,21 @@ class Parent:
 
 
 def serve(parent: Parent, trainer: Trainer) -> None:
-    """Says hello and does commands until the parent says to stop or goes away."""
+    """Says hello and does commands, in this thread and in the order sent, until told to stop or the parent is gone."""
     parent.reply(ranks_pb2.RankReply(id=START_COMMAND, hello=trainer.hello()))
-    while True:
-        command = parent.next_command()
-        if command is None or command.HasField("shutdown"):
-            return
-        if command.HasField("connect_transfer"):
-            # Waits for the engines, which come when they come: other commands are done meanwhile.
-            threading.Thread(target=_answer, args=(parent, trainer, command), daemon=True).start()
-        else:
-            _answer(parent, trainer, command)
+    work: queue.SimpleQueue[ranks_pb2.RankCommand | None] = queue.SimpleQueue()
+
+    def hear() -> None:
+        while (command := parent.next_command()) is not None and not command.HasField("shutdown"):
+            if command.WhichOneof("work") in BESIDE_OTHER_WORK:
+                threading.Thread(target=_answer, args=(parent, trainer, command), daemon=True).start()
+            else:
+                work.put(command)
+        work.put(None)
+
+    threading.Thread(target=hear, daemon=True, name="commands").start()
+    while (command := work.get()) is not None:
+        _answer(parent, trainer, command)
 
 
 def _answer(parent: Parent, trainer: Trainer, command: ranks_pb2.RankCommand) -> None:
@@ -122,6 +127,12 @@ def _done(trainer: Trainer, command: ranks_pb2.RankCommand, report: Report) -> r
             _set(reply.publish, trainer.publish(command.publish.request, report))
         case "export":
             _set(reply.export, trainer.export(command.export.request, report))
+        case "sleep":
+            _set(reply.memory_change, trainer.sleep(command.sleep.tags))
+        case "wake":
+            _set(reply.memory_change, trainer.wake(command.wake.tags))
+        case "memory":
+            _set(reply.memory, trainer.memory())
         case work:
             raise ValueError(f"command {command.id}: {work!r} is not known to this build")
     return reply

@@ -30,7 +30,7 @@ from antiphon.learner.v1 import ranks_pb2
 from services.common import errors, processes
 from services.common.errors import AntiphonError, Internal, Unavailable
 from services.common.operations import Report
-from services.learner.framing import framed, read_message
+from services.learner.framing import BESIDE_OTHER_WORK, framed, read_message
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,14 @@ class Ranks(Protocol):
         """Has every rank do the command; answers rank 0's reply, or raises what the first failing rank said."""
         ...
 
+    async def run_all(self, command: ranks_pb2.RankCommand) -> list[ranks_pb2.RankReply]:
+        """The same, and every rank's reply, in rank order."""
+        ...
+
+    def give_up(self, problem: str) -> None:
+        """Ends all ranks: what they hold cannot be relied on any more, and this is why."""
+        ...
+
 
 @dataclass
 class _Rank:
@@ -84,11 +92,10 @@ class _Pending:
     """A command under way."""
 
     report: Report | None
-    may_wait: bool
-    """It waits for others than the ranks, so silence is no sign of death."""
-    result: asyncio.Future[ranks_pb2.RankReply]
-    answered: set[int] = field(default_factory=set)
-    first_reply: ranks_pb2.RankReply | None = None
+    is_beside: bool
+    """It runs beside the ranks' work, and may wait for others: silence is no sign of death."""
+    result: asyncio.Future[list[ranks_pb2.RankReply]]
+    replies: dict[int, ranks_pb2.RankReply] = field(default_factory=dict)
     first_error: AntiphonError | None = None
 
 
@@ -108,11 +115,13 @@ class _Loss:
     text: str
 
 
+RANK_MODULE = "services.learner.rank_main"
+
 RankCommandLine = Callable[[int, Path, Path], Sequence[str]]
 """(rank, socket, rendezvous file) → the command that starts it."""
 
 
-def rank_command_line(config: Path, ranks: int, module: str = "services.learner.rank_main") -> RankCommandLine:
+def rank_command_line(config: Path, ranks: int, module: str = RANK_MODULE) -> RankCommandLine:
     """How ranks are started: `module` parses these options (services/learner/rank_main.py)."""
 
     def command(rank: int, socket: Path, rendezvous: Path) -> list[str]:
@@ -221,10 +230,20 @@ class RankProcesses:
             raise Unavailable(self._problem or "") from None
 
     async def run(self, command: ranks_pb2.RankCommand, report: Report | None = None) -> ranks_pb2.RankReply:
+        return (await self._run(command, report))[0]
+
+    async def run_all(self, command: ranks_pb2.RankCommand) -> list[ranks_pb2.RankReply]:
+        return await self._run(command, None)
+
+    def give_up(self, problem: str) -> None:
+        self._end_all(problem)
+
+    async def _run(self, command: ranks_pb2.RankCommand, report: Report | None) -> list[ranks_pb2.RankReply]:
         _ = self.hello  # raises while they cannot work
         command.id = self._next_id
         self._next_id += 1
-        pending = _Pending(report, command.HasField("connect_transfer"), asyncio.get_running_loop().create_future())
+        is_beside = command.WhichOneof("work") in BESIDE_OTHER_WORK
+        pending = _Pending(report, is_beside, asyncio.get_running_loop().create_future())
         data = framed(command)  # may raise: before anybody waits for an answer
         if not self._working():
             self._last_word = time.monotonic()
@@ -289,17 +308,15 @@ class RankProcesses:
             if rank.number == 0 and pending.report is not None:
                 pending.report(reply.progress.phase, reply.progress.done, reply.progress.of)
             return
-        pending.answered.add(rank.number)
+        pending.replies[rank.number] = reply
         if part == "failure" and pending.first_error is None:
             pending.first_error = (_error_class(reply.failure) or Internal)(reply.failure.message)
-        if rank.number == 0:
-            pending.first_reply = reply
-        if len(pending.answered) == self.count and not pending.result.done():
+        if len(pending.replies) == self.count and not pending.result.done():
             self._pending.pop(reply.id)
             if pending.first_error is not None:
                 pending.result.set_exception(pending.first_error)
-            elif pending.first_reply is not None:
-                pending.result.set_result(pending.first_reply)
+            else:
+                pending.result.set_result([pending.replies[number] for number in range(self.count)])
 
     async def _watch_process(self, rank: _Rank) -> None:
         assert rank.process is not None
@@ -319,7 +336,7 @@ class RankProcesses:
                 self._end_all(f"no rank has said anything for {silence:.0f} s in the middle of work; logs: {logs}")
 
     def _working(self) -> bool:
-        return any(not pending.may_wait for pending in self._pending.values())
+        return any(not pending.is_beside for pending in self._pending.values())
 
     def _lost(self, sign: _Sign, rank: int, text: str) -> None:
         if self._problem is not None:

@@ -10,8 +10,10 @@ from antiphon.tenant.v1 import tenant_pb2, tenant_pb2_grpc
 from antiphon.types.v1 import progress_pb2
 
 from services.common.errors import InvalidRequest, Unavailable
+from services.common.tenancy import TenantGuard
 from services.learner.framing import LONGEST_BYTES
 from services.learner.learner import Learner
+from services.learner.memory import OPTIMIZER, WEIGHTS
 
 MOST_STEP_BYTES = LONGEST_BYTES - (1 << 20)
 """Of one TrainStep: it is one message to the ranks."""
@@ -22,13 +24,15 @@ MOST_FORWARD_BYTES = 1 << 28
 class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     """LearnerService over one Learner."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Learner, guard: TenantGuard) -> None:
         self._learner = learner
+        self._guard = guard
 
     async def Forward(
         self, request_iterator: AsyncIterator[learner_pb2.ForwardRequest], context: Any
     ) -> AsyncIterator[learner_pb2.ForwardResponse]:
         header, sequences = await _header_and_rest(request_iterator, "sequence", MOST_FORWARD_BYTES)
+        await self._guard.check(header.token, [WEIGHTS])
         for response in await self._learner.forward(header, sequences):
             yield response
 
@@ -36,6 +40,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request_iterator: AsyncIterator[learner_pb2.TrainStepRequest], context: Any
     ) -> AsyncIterator[learner_pb2.TrainStepResponse]:
         header, trajectories = await _header_and_rest(request_iterator, "trajectory", MOST_STEP_BYTES)
+        await self._guard.check(header.token, [WEIGHTS, OPTIMIZER])
         operation = await self._learner.train_step(header, trajectories)
         async for said in operation.follow():
             yield _response(learner_pb2.TrainStepResponse, said)
@@ -46,12 +51,14 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
     async def JoinTransfer(
         self, request: learner_pb2.JoinTransferRequest, context: Any
     ) -> learner_pb2.JoinTransferResponse:
+        await self._guard.check(request.token, [WEIGHTS])
         return learner_pb2.JoinTransferResponse(manifest=await self._learner.join_transfer(request))
 
     async def Publish(
         self, request: learner_pb2.PublishRequest, context: Any
     ) -> AsyncIterator[learner_pb2.PublishResponse]:
         _require_id(request)
+        await self._guard.check(request.token, [WEIGHTS])
         async for said in self._learner.publish(request).follow():
             yield _response(learner_pb2.PublishResponse, said)
 
@@ -59,6 +66,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.ExportRequest, context: Any
     ) -> AsyncIterator[learner_pb2.ExportResponse]:
         _require_id(request)
+        await self._guard.check(request.token, [WEIGHTS])
         async for said in self._learner.export(request).follow():
             yield _response(learner_pb2.ExportResponse, said)
 
@@ -66,14 +74,25 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
 class TenantServicer(tenant_pb2_grpc.TenantServiceServicer):
     """TenantService of a learner."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Learner, guard: TenantGuard) -> None:
         self._learner = learner
+        self._guard = guard
 
     async def GetState(self, request: tenant_pb2.GetStateRequest, context: Any) -> tenant_pb2.GetStateResponse:
-        state = self._learner.describe()
+        state = await self._learner.state()
         if state.state == tenant_pb2.WORKER_STATE_STARTING:
             raise Unavailable(f"the learner does not work yet, or no more: {self._learner.problem}")
         return state
+
+    async def Sleep(self, request: tenant_pb2.SleepRequest, context: Any) -> tenant_pb2.SleepResponse:
+        _require_id(request)
+        await self._guard.check(request.token)
+        return await self._learner.memory.sleep(request).result()
+
+    async def Wake(self, request: tenant_pb2.WakeRequest, context: Any) -> tenant_pb2.WakeResponse:
+        _require_id(request)
+        await self._guard.check(request.token, request.tags)
+        return await self._learner.memory.wake(request).result()
 
 
 async def _header_and_rest(requests: AsyncIterator[Any], kind: str, most_bytes: int) -> tuple[Any, list[Any]]:
@@ -108,7 +127,9 @@ async def _header_and_rest(requests: AsyncIterator[Any], kind: str, most_bytes: 
     return header, rest
 
 
-def _require_id(request: learner_pb2.PublishRequest | learner_pb2.ExportRequest) -> None:
+def _require_id(
+    request: learner_pb2.PublishRequest | learner_pb2.ExportRequest | tenant_pb2.SleepRequest | tenant_pb2.WakeRequest,
+) -> None:
     if not request.request_id:
         name = type(request).__name__
         raise InvalidRequest(f"{name}: request_id is empty; a repeat could not be told from a new request")

@@ -3,6 +3,8 @@
 Every rank is given the whole Step and plans it alike, so nobody has to tell another what to do. What an Update sums is
 divided once, by the Update's token count over all ranks and micro-batches (docs/math.md, "Policy loss"); so the
 gradient is the same, to rounding, however the rows are cut.
+
+Nothing between two micro-batches waits for the device: what is seen is summed there, and read once per Update.
 """
 
 from __future__ import annotations
@@ -10,39 +12,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from antiphon.learner.v1 import learner_pb2
 
 from services.common.errors import InvalidRequest
-from services.learner.batching import MicroBatch, Row, plan_micro_batches
+from services.learner.batching import Layout, MicroBatch, plan_micro_batches
 from services.learner.config import OptimizerConfig
 from services.learner.objectives import objective_of
 from services.learner.objectives.terms import Objective, TokenFields
-from services.learner.packing import Packed, pack
+from services.learner.packing import Packed, on_device, pack
 from services.learner.schedule import learning_rate
+from services.learner.step_tokens import StepTokens
 from services.learner.trainer import Report
 
 SKIPS_IN_A_ROW = 3
 """So many Updates without a finite gradient, one after the other, end the run."""
-LONGEST_LOG_RATIO = 20.0
-"""k3 clamps the difference of two log-probs to it before the exponential (docs/math.md, "KL to the reference")."""
 
-
-@dataclass
-class _Trained:
-    """The trained tokens of one trajectory, in order of position."""
-
-    row: Row
-    trajectory_id: str
-    advantages: torch.Tensor
-    behavior_logprobs: torch.Tensor | None
-    old_logprobs: torch.Tensor | None = None
-    """At the start of the Step; None until computed."""
+Plan = tuple[list[int], list[MicroBatch]]
+"""The rows of an Update, by number in the Step, and one rank's micro-batches of them."""
 
 
 class StepRunner:
@@ -57,7 +49,7 @@ class StepRunner:
         ranks: int,
         device: torch.device,
         token_budget: int,
-        share_contexts: bool,
+        layout: Layout,
     ) -> None:
         self._engine = engine
         self._options = options
@@ -65,9 +57,11 @@ class StepRunner:
         self._ranks = ranks
         self._device = device
         self.token_budget = token_budget
-        self.share_contexts = share_contexts
+        self.layout = layout
         self._updates_done = 0
         self._skipped_ids: list[list[str]] = []
+        self._longest: tuple[int, int] | None = None
+        """Tokens and number of the longest row of the micro-batch under way."""
 
     def run(
         self,
@@ -77,120 +71,103 @@ class StepRunner:
     ) -> learner_pb2.StepResult:
         """Applies a Step that was checked (services/learner/batch_checks.py). The same result in every rank.
 
-        Raises InvalidRequest, naming trajectories, when the third Update in a row has no finite gradient.
+        Raises InvalidRequest, naming trajectories, when the third Update in a row has no finite gradient. When the
+        device has too little memory the rank is lost: gradients are summed in part, perhaps Updates were applied.
         """
+        tokens = StepTokens(trajectories, self._device)
+        try:
+            return self._applied(header, tokens, report)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(self._too_large(header.step_id, tokens, error)) from error
+
+    def _applied(self, header: learner_pb2.StepHeader, tokens: StepTokens, report: Report) -> learner_pb2.StepResult:
         begin = time.monotonic()
         objective = objective_of(header)
-        trained = {t.trajectory_id: _trained(t) for t in trajectories}
         result = learner_pb2.StepResult(step_id=header.step_id)
-        behavior = _BehaviorSums()
-        plans = [self._planned([trained[i] for i in update.trajectory_ids]) for update in header.updates]
+        plans = [self._planned(tokens, update.trajectory_ids) for update in header.updates]
         if len(plans) > 1:
-            self._compute_old_logprobs(plans, list(trained.values()), objective, behavior, report)
+            self._compute_old_logprobs(plans, tokens, objective, report)
         for number, (update, plan) in enumerate(zip(header.updates, plans, strict=True), start=1):
             phase = f"update {number}/{len(plans)}"
-            first_look = None if len(plans) > 1 else behavior
-            result.updates.append(self._update(plan, objective, update.token_count, first_look, partial(report, phase)))
+            metrics = self._update(plan, tokens, objective, update.token_count, partial(report, phase))
+            result.updates.append(metrics)
             if len(self._skipped_ids) >= SKIPS_IN_A_ROW:
                 self._give_up(header.step_id, result)
-        behavior.fill(result, self._device)
+        if len(plans) == 1:
+            tokens.exchange_old_logprobs()
+        tokens.fill_behavior(result)
         result.seconds = time.monotonic() - begin
         return result
 
-    def _planned(self, members: list[_Trained]) -> tuple[list[_Trained], list[MicroBatch]]:
-        """The rows of an Update and this rank's micro-batches of them."""
+    def _planned(self, tokens: StepTokens, trajectory_ids: Sequence[str]) -> Plan:
+        members = [tokens.number_of[i] for i in trajectory_ids]
         plan = plan_micro_batches(
-            [member.row for member in members],
+            [tokens.rows[number] for number in members],
             ranks=self._ranks,
             token_budget=self.token_budget,
-            share_contexts=self.share_contexts,
+            layout=self.layout,
         )
         return members, plan[self._rank]
 
     @torch.no_grad()
     def _compute_old_logprobs(
-        self,
-        plans: list[tuple[list[_Trained], list[MicroBatch]]],
-        everything: list[_Trained],
-        objective: Objective,
-        behavior: _BehaviorSums,
-        report: Report,
+        self, plans: list[Plan], tokens: StepTokens, objective: Objective, report: Report
     ) -> None:
         """log π_old of every trained token, in the micro-batches the first Update with that row will use."""
-        known: set[str] = set()
+        known: set[int] = set()
         for number, (members, micro_batches) in enumerate(plans, start=1):
-            new = {member.trajectory_id for member in members} - known
+            new = set(members) - known
             known |= new
             if not new:
                 continue
             for done, micro_batch in enumerate(micro_batches, start=1):
-                packed, mine = self._packed(members, micro_batch)
-                logprobs, _ = self._engine(packed, objective.temperature)
-                parts = logprobs.split(packed.counts) if mine else ()
-                for member, part in zip(mine, parts, strict=True):
-                    if member.trajectory_id in new:
-                        member.old_logprobs = part
-                        behavior.add(member, part)
+                logprobs, _, packed = self._computed(tokens, members, micro_batch, objective.temperature)
+                if not packed.is_empty:
+                    # Rows seen before keep what their own first Update will repeat bit by bit.
+                    is_new = np.repeat([members[row] in new for row in packed.rows], packed.counts)
+                    fresh = on_device(torch.from_numpy(is_new), self._device)
+                    kept = tokens.old_logprobs[packed.numbers]
+                    tokens.old_logprobs[packed.numbers] = torch.where(fresh, logprobs, kept)
                 report(f"old log-probs {number}/{len(plans)}", done, len(micro_batches))
-        self._exchange_old_logprobs(everything)
-
-    def _exchange_old_logprobs(self, everything: list[_Trained]) -> None:
-        """A later epoch may give a row to another rank than the one that computed it."""
-        counts = [len(member.row.predicted) for member in everything]
-        flat = torch.zeros(sum(counts), dtype=torch.float32, device=self._device)
-        for member, part in zip(everything, flat.split(counts), strict=True):
-            if member.old_logprobs is not None:
-                part.copy_(member.old_logprobs)
-        dist.all_reduce(flat)
-        for member, part in zip(everything, flat.split(counts), strict=True):
-            member.old_logprobs = part
+        tokens.exchange_old_logprobs()
 
     def _update(
         self,
-        plan: tuple[list[_Trained], list[MicroBatch]],
+        plan: Plan,
+        tokens: StepTokens,
         objective: Objective,
         token_count: int,
-        behavior: _BehaviorSums | None,
         report: Callable[[int, int], None],
     ) -> learner_pb2.UpdateMetrics:
         members, micro_batches = plan
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)  # loss, entropy, clipped, ratio
-        ratio_max = torch.zeros(1, dtype=torch.float64, device=self._device)
-        not_finite: set[str] = set()
+        ratio_max = torch.zeros((), dtype=torch.float64, device=self._device)
+        not_finite = torch.zeros(tokens.count, dtype=torch.int32, device=self._device)
         report(0, len(micro_batches))
         for done, micro_batch in enumerate(micro_batches, start=1):
-            packed, mine = self._packed(members, micro_batch)
-            logprobs, entropies = self._engine(packed, objective.temperature)
-            frozen = logprobs.detach()
-            parts = frozen.split(packed.counts) if mine else ()
-            old = [part if m.old_logprobs is None else m.old_logprobs for m, part in zip(mine, parts, strict=True)]
-            mask = torch.full_like(frozen, fill_value=bool(mine), dtype=torch.bool)
-            terms = objective.terms(
-                logprobs,
-                torch.cat(old) if mine else frozen,
-                TokenFields(torch.cat([m.advantages for m in mine]).to(self._device) if mine else frozen, mask),
-            )
+            logprobs, entropies, packed = self._computed(tokens, members, micro_batch, objective.temperature)
+            frozen, which = logprobs.detach(), packed.numbers
+            if not tokens.knows_old_logprobs and not packed.is_empty:
+                tokens.old_logprobs[which] = frozen
+            mask = torch.full_like(frozen, fill_value=not packed.is_empty, dtype=torch.bool)
+            fields = TokenFields(tokens.advantages[which], mask)
+            terms = objective.terms(logprobs, tokens.old_logprobs[which], fields)
             # ZeRO averages over the ranks what we want summed.
             self._engine.backward(terms.loss.sum() * (self._ranks / token_count))
-            if mine:
-                counted = (terms.loss.detach(), entropies, terms.clipped, terms.ratio)
-                sums += torch.stack([value.double().sum() for value in counted])
+            if not packed.is_empty:
+                loss = terms.loss.detach()
+                sums += torch.stack([v.double().sum() for v in (loss, entropies, terms.clipped, terms.ratio)])
                 ratio_max = torch.maximum(ratio_max, terms.ratio.double().max())
-            losses = terms.loss.detach().split(packed.counts) if mine else ()
-            for member, part, loss in zip(mine, parts, losses, strict=True):
-                if not bool(torch.isfinite(part).all() & torch.isfinite(loss).all()):
-                    not_finite.add(member.trajectory_id)
-                if behavior is not None:
-                    behavior.add(member, part)
+                not_finite[which] |= ~(torch.isfinite(frozen) & torch.isfinite(loss))
             report(done, len(micro_batches))
-        dist.all_reduce(sums)
-        dist.all_reduce(ratio_max, op=dist.ReduceOp.MAX)
         rate = learning_rate(self._options, self._updates_done)
         skipped, norm = self._optimizer_step(rate)
-        self._note_skip(skipped, members, not_finite)
-        loss, entropy, clipped, ratio = (value / token_count for value in sums.tolist())
+        dist.all_reduce(sums)
+        dist.all_reduce(ratio_max, op=dist.ReduceOp.MAX)
+        self._note_skip(skipped, members, tokens, not_finite)
+        loss_sum, entropy, clipped, ratio = (value / token_count for value in sums.tolist())
         return learner_pb2.UpdateMetrics(
-            loss=loss,
+            loss=loss_sum,
             gradient_norm=norm,
             learning_rate=rate,
             entropy=entropy,
@@ -201,9 +178,24 @@ class StepRunner:
             skipped=skipped,
         )
 
-    def _packed(self, members: list[_Trained], micro_batch: MicroBatch) -> tuple[Packed, list[_Trained]]:
-        packed = pack(micro_batch, [member.row for member in members], self._device)
-        return packed, [members[index] for index in packed.rows]
+    def _computed(
+        self, tokens: StepTokens, members: list[int], micro_batch: MicroBatch, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor, Packed]:
+        """Log-probs and entropies [T] of a micro-batch, and how it was packed; `numbers` are the Step's."""
+        rows = [tokens.rows[number] for number in members]
+        offsets = [tokens.offsets[number] for number in members]
+        packed = pack(micro_batch, rows, self.layout, self._device, offsets)
+        self._longest = max(((len(rows[row].token_ids), members[row]) for row in packed.rows), default=None)
+        logprobs, entropies = self._engine(packed, temperature)
+        return logprobs, entropies, packed
+
+    def _too_large(self, step_id: int, tokens: StepTokens, error: torch.OutOfMemoryError) -> str:
+        row = "" if self._longest is None else f", its longest row {tokens.ids[self._longest[1]]} of {self._longest[0]}"
+        return (
+            f"step {step_id}: too little GPU memory for a micro-batch; settings.micro_batch_tokens is "
+            f"{self.token_budget}{row}: make it smaller, or set settings.gradient_checkpointing. The step was applied "
+            f"in part or not at all, the weights are lost: {error}"
+        )
 
     def _optimizer_step(self, rate: float) -> tuple[bool, float]:
         """Clips and steps, or leaves weights and optimizer state as they are where the norm is not finite."""
@@ -214,15 +206,13 @@ class StepRunner:
         norm = float(self._engine.get_global_grad_norm())
         return not self._engine.was_step_applied(), norm if norm >= 0 else math.nan
 
-    def _note_skip(self, skipped: bool, members: list[_Trained], not_finite: set[str]) -> None:
+    def _note_skip(self, skipped: bool, members: list[int], tokens: StepTokens, not_finite: torch.Tensor) -> None:
         if not skipped:
             self._skipped_ids.clear()
             return
-        flags = [int(member.trajectory_id in not_finite) for member in members]
-        found = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        guilty = [m.trajectory_id for m, flag in zip(members, found.tolist(), strict=True) if flag]
-        self._skipped_ids.append(guilty or [member.trajectory_id for member in members])
+        dist.all_reduce(not_finite, op=dist.ReduceOp.MAX)
+        guilty = tokens.rows_of(not_finite) & set(members)
+        self._skipped_ids.append([tokens.ids[number] for number in (guilty or members)])
 
     def _give_up(self, step_id: int, result: learner_pb2.StepResult) -> None:
         ids = sorted({i for skipped in self._skipped_ids for i in skipped})
@@ -231,39 +221,3 @@ class StepRunner:
         if any(not metrics.skipped for metrics in result.updates):
             raise RuntimeError(f"{text}; the step was applied in part, its weights are no policy")
         raise InvalidRequest(f"{text}; the policy is still version {step_id - 1}")
-
-
-class _BehaviorSums:
-    """How far the policy at the start of the Step is from the one that sampled, summed over this rank's tokens."""
-
-    def __init__(self) -> None:
-        self._sums = [0.0, 0.0, 0.0, 0.0]  # tokens, |d|, exp(d), k3; d = log π_old − log μ
-
-    def add(self, member: _Trained, old_logprobs: torch.Tensor) -> None:
-        if member.behavior_logprobs is None:
-            return
-        d = old_logprobs.double().cpu() - member.behavior_logprobs.double()
-        d = d.clamp(-LONGEST_LOG_RATIO, LONGEST_LOG_RATIO)
-        values = (float(d.numel()), d.abs().sum().item(), d.exp().sum().item(), (d.exp() - 1.0 - d).sum().item())
-        self._sums = [total + value for total, value in zip(self._sums, values, strict=True)]
-
-    def fill(self, result: learner_pb2.StepResult, device: torch.device) -> None:
-        """Sums over the ranks and divides once; all 0 where no behaviour log-prob was sent."""
-        sums = torch.tensor(self._sums, dtype=torch.float64, device=device)
-        dist.all_reduce(sums)
-        tokens, difference, ratio, k3 = sums.tolist()
-        if tokens:
-            result.behavior_difference = difference / tokens
-            result.behavior_ratio = ratio / tokens
-            result.mismatch_kl_k3 = k3 / tokens
-
-
-def _trained(trajectory: learner_pb2.TrainTrajectory) -> _Trained:
-    positions = [position for position, flag in enumerate(trajectory.loss_mask) if flag]
-    behavior = trajectory.behavior_logprobs
-    return _Trained(
-        row=Row(list(trajectory.token_ids), positions),
-        trajectory_id=trajectory.trajectory_id,
-        advantages=torch.tensor([trajectory.advantages[p] for p in positions], dtype=torch.float32),
-        behavior_logprobs=torch.tensor([behavior[p] for p in positions], dtype=torch.float32) if behavior else None,
-    )

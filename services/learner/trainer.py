@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from antiphon.learner.v1 import learner_pb2, ranks_pb2
-from antiphon.types.v1 import chat_pb2, transfer_pb2
+from antiphon.tenant.v1 import tenant_pb2
+from antiphon.types.v1 import chat_pb2, grant_pb2, transfer_pb2
 
 Report = Callable[[str, int, int], None]
 """report(phase, done, of)"""
@@ -50,4 +51,16 @@ class Trainer(Protocol):
 
     def export(self, request: learner_pb2.ExportRequest, report: Report) -> learner_pb2.ExportResult | None:
         """Writes a Hugging Face folder."""
+        ...
+
+    def sleep(self, tags: Sequence[grant_pb2.MemoryTag]) -> ranks_pb2.RankMemoryChange | None:
+        """Gives the memory of these tags back; each rank measures its own GPU. None where there is no GPU."""
+        ...
+
+    def wake(self, tags: Sequence[grant_pb2.MemoryTag]) -> ranks_pb2.RankMemoryChange | None:
+        """Takes it again, with what was in it. Raises Overloaded, and has taken nothing, when it does not fit."""
+        ...
+
+    def memory(self) -> tenant_pb2.DeviceMemory | None:
+        """What this rank's GPU holds now. Runs in a thread of its own, beside other commands."""
         ...

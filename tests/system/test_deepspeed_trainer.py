@@ -17,13 +17,14 @@ from antiphon.types.v1 import transfer_pb2
 from services.common.config import ProcessConfig, dump, parse
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.weights.receiver import Receiver
-from services.learner.batching import Row, plan_micro_batches
+from services.learner.batching import Layout, Row, plan_micro_batches
 from services.learner.config import LearnerConfig
 from services.learner.learner import Learner
 from services.learner.process import rank_environment
 from services.learner.ranks import RankProcesses, rank_command_line
 from tests.tiny.models import make_tiny_model
 from tests.unit.learner.batches import make_batch, make_header
+from tests.unit.learner.guards import open_guard
 from tests.unit.learner.plain_policy import PlainTrainer, token_logprobs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
@@ -57,7 +58,7 @@ class Group:
             start_seconds=START_SECONDS,
             silence_seconds=WORK_SECONDS,
         )
-        self.learner = Learner(self.ranks)
+        self.learner = Learner(self.ranks, open_guard())
 
     def cut(self, cuts: dict) -> int:
         """Says how the next Step is to be cut; answers its id."""
@@ -114,7 +115,8 @@ class Group:
         )
 
         def receive(end: Receiver) -> dict[str, torch.Tensor]:
-            return {spec.name: tensor.clone() for spec, tensor in end.receive(deadline_seconds=WORK_SECONDS)}
+            buckets = end.receive(deadline_seconds=WORK_SECONDS)
+            return {spec.name: tensor.clone() for bucket in buckets for spec, tensor in bucket}
 
         tensors = await asyncio.gather(*(asyncio.to_thread(receive, end) for end in ends))
         result = await asyncio.wait_for(publication.result(), WORK_SECONDS)
@@ -162,18 +164,18 @@ async def test_gradient_is_that_of_plain_torch_however_the_batch_is_cut(group):
     assert len(batch) == 8
     longest = max(len(row.token_ids) for row in batch)
     rows = [Row(list(r.token_ids), [i for i, trained in enumerate(r.loss_mask) if trained]) for r in batch]
-    ((whole,),) = plan_micro_batches(rows, ranks=1, token_budget=10_000, share_contexts=True)
+    ((whole,),) = plan_micro_batches(rows, ranks=1, token_budget=10_000, layout=Layout.SHARED)
     assert len(whole) < len(rows)  # some do share
     plain = PlainTrainer(group.plain, 0.0)
     plain.begin_step(batch, TEMPERATURE)
     expected = plain.update(batch, TEMPERATURE)
     norms = set()
     for cuts in (
-        {"token_budget": 10_000, "share_contexts": False},
-        {"token_budget": 4 * longest, "share_contexts": False},
-        {"token_budget": 1, "share_contexts": False},
-        {"token_budget": 10_000, "share_contexts": True},
-        {"token_budget": 2 * longest, "share_contexts": True},
+        {"token_budget": 10_000, "layout": "padded"},
+        {"token_budget": 4 * longest, "layout": "padded"},
+        {"token_budget": 1, "layout": "padded"},
+        {"token_budget": 10_000, "layout": "shared"},
+        {"token_budget": 2 * longest, "layout": "shared"},
     ):
         result = await group.step(batch, cuts=cuts)
         assert_same_gradients(group.gradients(), expected["gradients"])

@@ -1,6 +1,6 @@
 """A real rank for tests, `python -m tests.unit.learner.capturing_rank`: cuts Steps as told, keeps their gradients.
 
-The environment variable CAPTURE names a folder; `cuts.json` in it says per step id: token_budget, share_contexts,
+The environment variable CAPTURE names a folder; `cuts.json` in it says per step id: token_budget, layout,
 learning_rate, and killed_rank, which gets SIGKILL in the middle of the Step.
 """
 
@@ -19,6 +19,7 @@ def make_capturing_trainer(process, placement):
     import torch
     from deepspeed.utils import safe_get_full_grad
 
+    from services.learner.batching import Layout
     from services.learner.deepspeed_trainer import DeepSpeedTrainer
 
     folder = Path(os.environ["CAPTURE"])
@@ -28,7 +29,7 @@ def make_capturing_trainer(process, placement):
             step_id = work.header.step_id
             cuts = json.loads((folder / "cuts.json").read_text()).get(str(step_id), {})
             self._steps.token_budget = cuts.get("token_budget", process.settings.micro_batch_tokens)
-            self._steps.share_contexts = cuts.get("share_contexts", True)
+            self._steps.layout = Layout(cuts.get("layout", Layout.SHARED.value))
             options = process.settings.optimizer
             if "learning_rate" in cuts:
                 options = options.model_copy(update={"learning_rate": cuts["learning_rate"]})

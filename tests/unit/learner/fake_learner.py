@@ -6,10 +6,9 @@ import functools
 import sys
 
 from services.common.worker import main
-from services.learner import process
 from services.learner.__main__ import build
 from services.learner.config import LearnerConfig
 
 if __name__ == "__main__":
-    process.rank_command_line = functools.partial(process.rank_command_line, module="tests.unit.learner.fake_rank")
-    sys.exit(main("fake_learner", LearnerConfig, build))
+    fake = functools.partial(build, rank_module="tests.unit.learner.fake_rank")
+    sys.exit(main("fake_learner", LearnerConfig, fake))

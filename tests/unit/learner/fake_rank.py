@@ -11,9 +11,10 @@ import sys
 import time
 
 from antiphon.learner.v1 import learner_pb2, ranks_pb2
+from antiphon.tenant.v1 import tenant_pb2
 from antiphon.types.v1 import chat_pb2, transfer_pb2
 
-from services.common.errors import InvalidRequest, Unavailable
+from services.common.errors import InvalidRequest, Overloaded, Unavailable
 from services.learner.rank_main import main
 
 HANG_SECONDS = 60.0
@@ -76,6 +77,18 @@ class FakeTrainer:
 
     def publish(self, request, report):
         return learner_pb2.PublishResult() if self._rank == 0 else None
+
+    def sleep(self, tags):
+        change = ranks_pb2.RankMemoryChange(tag_bytes=10 + self._rank)
+        change.device.uuid = f"GPU-{self._rank}"
+        return change
+
+    def wake(self, tags):
+        if self._rank == 1:
+            raise Overloaded("rank 1 has no room")
+
+    def memory(self):
+        return tenant_pb2.DeviceMemory(uuid=f"GPU-{self._rank}")
 
     def export(self, request, report):
         return learner_pb2.ExportResult(path=request.path) if self._rank == 0 else None

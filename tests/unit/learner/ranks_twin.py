@@ -14,6 +14,7 @@ from antiphon.types.v1 import chat_pb2, transfer_pb2
 from services.common.errors import AntiphonError, Unavailable
 
 DIGEST_OF_VERSION_0 = 1000
+TOTAL_BYTES = 80 << 30
 
 
 class RanksTwin:
@@ -27,6 +28,11 @@ class RanksTwin:
         self.asked: list[str] = []
         self.applied: list[int] = []
         self.connected: list[ranks_pb2.RankConnectTransfer] = []
+        self.gpu_bytes: dict[int, int] = {}
+        """What each memory tag holds on each rank's GPU; none without a GPU."""
+        self.asleep: set[int] = set()
+        self.stuck_bytes = 0
+        """What a Sleep does not give back."""
         self._release = asyncio.Event()
 
     @property
@@ -54,6 +60,22 @@ class RanksTwin:
         """A rank dies: whoever waits is told."""
         self.lost_because = why
         self.release()
+
+    async def run_all(self, command) -> list[ranks_pb2.RankReply]:
+        reply = await self.run(command)
+        replies = []
+        for rank in range(self.count):
+            mine = ranks_pb2.RankReply()
+            mine.CopyFrom(reply)
+            for part in ("memory", "memory_change"):
+                if self.gpu_bytes and part == reply.WhichOneof("part"):
+                    device = mine.memory if part == "memory" else mine.memory_change.device
+                    device.uuid = f"GPU-{rank}"
+            replies.append(mine)
+        return replies
+
+    def give_up(self, problem: str) -> None:
+        self.lose(problem)
 
     async def run(self, command, report=None) -> ranks_pb2.RankReply:
         _ = self.hello
@@ -106,3 +128,33 @@ class RanksTwin:
 
     def _export(self, work):
         return ranks_pb2.RankReply(export=learner_pb2.ExportResult(path=work.request.path))
+
+    def _sleep(self, work):
+        return self._moved(work.tags, self.asleep | set(work.tags), self.stuck_bytes)
+
+    def _wake(self, work):
+        return self._moved(work.tags, self.asleep - set(work.tags), 0)
+
+    def _moved(self, tags, asleep, stuck):
+        before, self.asleep = self._free(), asleep
+        reply = ranks_pb2.RankReply()
+        if self.gpu_bytes:
+            change = reply.memory_change
+            change.tag_bytes = sum(self.gpu_bytes[tag] for tag in tags)
+            change.device.free_bytes_before, change.device.free_bytes_after = before, self._free() - stuck
+        else:
+            reply.done.SetInParent()
+        return reply
+
+    def _free(self):
+        return TOTAL_BYTES - sum(size for tag, size in self.gpu_bytes.items() if tag not in self.asleep)
+
+    def _memory(self, work):
+        reply = ranks_pb2.RankReply()
+        if not self.gpu_bytes:
+            reply.done.SetInParent()
+            return reply
+        reply.memory.total_bytes, reply.memory.free_bytes = TOTAL_BYTES, self._free()
+        for tag, size in self.gpu_bytes.items():
+            reply.memory.held.add(tag=tag, bytes=0 if tag in self.asleep else size)
+        return reply

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from services.common.errors import ConfigError
-from services.learner.batching import Row, plan_micro_batches
+from services.learner.batching import Layout, Row, plan_micro_batches
 from services.learner.packing import pack
 from services.learner.policy_model import PolicyModel, compute_in_float32, load_policy_model, may_share_contexts
 from tests.tiny.models import make_tiny_model
@@ -36,9 +36,9 @@ def rows() -> list[Row]:
     return [Row([*prompt, 20 + i, 30, 31][: 7 - i], list(range(4, 7 - i))) for i in range(3)]
 
 
-def logprobs_of(policy: PolicyModel, share: bool):
-    ((micro_batch,),) = plan_micro_batches(rows(), ranks=1, token_budget=1000, share_contexts=share)
-    packed = pack(micro_batch, rows(), torch.device("cpu"))
+def logprobs_of(policy: PolicyModel, layout: Layout):
+    ((micro_batch,),) = plan_micro_batches(rows(), ranks=1, token_budget=1000, layout=layout)
+    packed = pack(micro_batch, rows(), layout, torch.device("cpu"))
     logprobs, entropies = policy(packed, 0.8)
     order = torch.tensor(packed.rows).argsort()
     parts = [logprobs.split(packed.counts)[i] for i in order]
@@ -48,9 +48,9 @@ def logprobs_of(policy: PolicyModel, share: bool):
 def test_shared_prompts_give_the_same_log_probs_and_gradient(tiny):
     policy = load_policy_model(str(tiny), "float32", gradient_checkpointing=False)
     results = []
-    for share in (False, True):
+    for layout in (Layout.PADDED, Layout.SHARED):
         policy.zero_grad()
-        logprobs, _ = logprobs_of(policy, share)
+        logprobs, _ = logprobs_of(policy, layout)
         (logprobs * torch.arange(1.0, len(logprobs) + 1)).sum().backward()
         results.append((logprobs.detach(), {n: p.grad.clone() for n, p in policy.named_parameters()}))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
@@ -62,7 +62,7 @@ def test_gradient_checkpointing_changes_nothing(tiny):
     plain = load_policy_model(str(tiny), "float32", gradient_checkpointing=False)
     saving = load_policy_model(str(tiny), "float32", gradient_checkpointing=True)
     for policy in (plain, saving):
-        logprobs_of(policy, True)[0].sum().backward()
+        logprobs_of(policy, Layout.SHARED)[0].sum().backward()
     for (name, left), (_, right) in zip(plain.named_parameters(), saving.named_parameters(), strict=True):
         torch.testing.assert_close(left.grad, right.grad, rtol=1e-5, atol=1e-5, msg=name)
 
@@ -73,8 +73,8 @@ def test_bfloat16_weights_computed_in_float32_are_the_function_of_the_rounded_we
     assert all(b.dtype == torch.float32 for n, b in policy.named_buffers() if n.endswith("inv_freq"))
     exact = copy.deepcopy(policy).float()
     compute_in_float32(policy.model)
-    found, _ = logprobs_of(policy, True)
-    expected, _ = logprobs_of(exact, True)
+    found, _ = logprobs_of(policy, Layout.SHARED)
+    expected, _ = logprobs_of(exact, Layout.SHARED)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     found.sum().backward()
     expected.sum().backward()
@@ -114,7 +114,9 @@ def test_dropout_is_switched_off_and_named(tmp_path, caplog):
     policy = load_policy_model(path, "float32", gradient_checkpointing=True)
     assert "dropout is switched off: model.layers.0.self_attn.attention_dropout" in caplog.text
     assert policy.training
-    torch.testing.assert_close(logprobs_of(policy, False)[0], logprobs_of(policy, False)[0], rtol=0, atol=0)
+    torch.testing.assert_close(
+        logprobs_of(policy, Layout.PADDED)[0], logprobs_of(policy, Layout.PADDED)[0], rtol=0, atol=0
+    )
 
 
 def test_windowed_attention_is_not_shared(tmp_path):

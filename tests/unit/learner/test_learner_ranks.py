@@ -15,7 +15,7 @@ from antiphon.learner.v1 import learner_pb2, ranks_pb2
 from antiphon.types.v1 import chat_pb2, transfer_pb2
 
 from services.common.config import ProcessConfig, dump, parse
-from services.common.errors import InvalidRequest, Unavailable
+from services.common.errors import InvalidRequest, Overloaded, Unavailable
 from services.learner.config import LearnerConfig
 from services.learner.process import rank_environment
 from services.learner.ranks import RankProcesses, rank_command_line
@@ -79,6 +79,34 @@ async def test_every_command_has_its_answer(ranks):
     assert (await ranks.run(ranks_pb2.RankCommand(join_transfer=join))).manifest.epoch == 2
     publish = ranks_pb2.RankPublish(request=learner_pb2.PublishRequest())
     assert (await ranks.run(ranks_pb2.RankCommand(publish=publish))).HasField("publish")
+
+
+async def test_every_rank_says_what_its_own_gpu_gave_back(ranks):
+    sleep = ranks_pb2.RankCommand(sleep=ranks_pb2.RankSleep(tags=[1]))
+    replies = await ranks.run_all(sleep)
+    assert [(r.memory_change.device.uuid, r.memory_change.tag_bytes) for r in replies] == [("GPU-0", 10), ("GPU-1", 11)]
+    with pytest.raises(Overloaded, match="rank 1 has no room"):
+        await ranks.run_all(ranks_pb2.RankCommand(wake=ranks_pb2.RankWake(tags=[1])))
+    assert ranks.problem is None
+
+
+async def test_memory_is_told_in_the_middle_of_work(ranks):
+    working = asyncio.create_task(ranks.run(tell(all="sleep 1.0")))
+    await asyncio.sleep(0)  # it is sent
+    replies = await ranks.run_all(ranks_pb2.RankCommand(memory=ranks_pb2.RankMemory()))
+    assert [r.memory.uuid for r in replies] == ["GPU-0", "GPU-1"]
+    assert not working.done()
+    await working
+
+
+async def test_ranks_that_are_given_up_are_ended_and_say_why(ranks):
+    working = asyncio.create_task(ranks.run(tell(all="hang")))
+    await asyncio.sleep(0)  # it is sent
+    ranks.give_up("their memory did not come free")
+    with pytest.raises(Unavailable, match="did not come free"):
+        await working
+    assert ranks.is_lost
+    await until(lambda: not ranks.pids)
 
 
 @pytest.mark.parametrize("who", ["rank0", "rank1", "all"])
