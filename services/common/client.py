@@ -167,17 +167,20 @@ async def retried(
 ) -> Answer:
     """Repeats `attempt` while it says Unavailable or Overloaded, with growing pauses, until the deadline.
 
-    The attempt must be safe to repeat: it carries one request id, made before. The last error is raised.
+    The attempt must be safe to repeat: it carries one request id, made before. The last error is raised, or where that
+    only says that nobody answered, the last that a worker gave: it says why.
     """
     end = time.monotonic() + deadline_seconds
     pause = first_pause_seconds
+    told: AntiphonError | None = None
     while True:
         try:
             return await attempt()
         except (Unavailable, Overloaded) as error:
             wait = max(pause * random.uniform(0.5, 1.0), getattr(error, "retry_after_seconds", 0.0))
+            told = error if error.answered else told or error
             if time.monotonic() + wait >= end:
-                raise
+                raise told from None
             logger.info("again in %.1f s: %s: %s", wait, type(error).__name__, error)
         await asyncio.sleep(wait)
         pause = min(pause * 2, longest_pause_seconds)

@@ -14,6 +14,8 @@ class AntiphonError(Exception):
     code: ClassVar[str] = "ANT-ERROR"
     worker_id: str = ""
     """The worker that had it, where that is known: its log says more."""
+    answered: bool = True
+    """False where it is no answer of a worker: the connection broke, or there was none."""
 
 
 class InvalidRequest(AntiphonError):

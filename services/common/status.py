@@ -47,6 +47,9 @@ def code_of(error: AntiphonError) -> grpc.StatusCode:
     return next((_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE), grpc.StatusCode.INTERNAL)
 
 
+Detail: TypeAlias = error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo
+
+
 def to_status(error: AntiphonError) -> grpc.Status:
     """The gRPC status of an error, with ErrorInfo (its stable code) and, when overloaded, RetryInfo."""
     details: list[any_pb2.Any] = []
@@ -62,13 +65,19 @@ def to_status(error: AntiphonError) -> grpc.Status:
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> AntiphonError:
     """The error a failed call stands for. `peer` names the worker and the method in the message."""
+    details = _details_of(error)
+    translated = _translated(error, peer, details)
+    translated.answered = any(isinstance(detail, error_details_pb2.ErrorInfo) for detail in details)
+    return translated
+
+
+def _translated(error: grpc.aio.AioRpcError, peer: str, details: list[Detail]) -> AntiphonError:
     cls = _BACK.get(error.code(), Internal)
     message = f"{peer}: {error.details() or error.code().name}"
     if error.code() not in _BACK:
         message = f"{peer}: {error.code().name}: {error.details()}"
     if cls is not Overloaded:
         return cls(message)
-    details = _details_of(error)
     if not any(isinstance(detail, error_details_pb2.ErrorInfo) for detail in details):
         # Not said by a service but by the gRPC library: a message or its headers are too large. Again, it would be so.
         return InvalidRequest(message)
@@ -76,9 +85,6 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> AntiphonError:
         if isinstance(detail, error_details_pb2.RetryInfo):
             return Overloaded(message, detail.retry_delay.ToNanoseconds() / 1e9)
     return Overloaded(message)
-
-
-Detail: TypeAlias = error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo
 
 
 def _details(error: AntiphonError) -> list[Detail]:

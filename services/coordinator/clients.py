@@ -71,12 +71,11 @@ class _Client:
         return named
 
 
-class RolloutClient(_Client):
-    """One rollout worker."""
+class TenantClient(_Client):
+    """One worker that holds a model."""
 
     def __init__(self, worker_id: str, instance_id: str, address: str) -> None:
         super().__init__(worker_id, instance_id, address)
-        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._peer.channel)
         self._tenant = tenant_pb2_grpc.TenantServiceStub(self._peer.channel)
 
     async def state(self) -> tenant_pb2.GetStateResponse:
@@ -84,6 +83,22 @@ class RolloutClient(_Client):
             self._tenant.GetState, tenant_pb2.GetStateRequest(), SHORT_SECONDS
         )
         return answer
+
+    async def sleep(self, request: tenant_pb2.SleepRequest, deadline_seconds: float) -> tenant_pb2.SleepResponse:
+        answer: tenant_pb2.SleepResponse = await self._call(self._tenant.Sleep, request, deadline_seconds)
+        return answer
+
+    async def wake(self, request: tenant_pb2.WakeRequest, deadline_seconds: float) -> tenant_pb2.WakeResponse:
+        answer: tenant_pb2.WakeResponse = await self._call(self._tenant.Wake, request, deadline_seconds)
+        return answer
+
+
+class RolloutClient(TenantClient):
+    """One rollout worker."""
+
+    def __init__(self, worker_id: str, instance_id: str, address: str) -> None:
+        super().__init__(worker_id, instance_id, address)
+        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._peer.channel)
 
     async def generate(
         self, request: rollout_pb2.GenerateRequest, deadline_seconds: float
@@ -134,19 +149,12 @@ class RewardClient(_Client):
             return [answer async for answer in answers]
 
 
-class LearnerClient(_Client):
+class LearnerClient(TenantClient):
     """The learner of one model role."""
 
     def __init__(self, worker_id: str, instance_id: str, address: str) -> None:
         super().__init__(worker_id, instance_id, address)
         self._stub = learner_pb2_grpc.LearnerServiceStub(self._peer.channel)
-        self._tenant = tenant_pb2_grpc.TenantServiceStub(self._peer.channel)
-
-    async def state(self) -> tenant_pb2.GetStateResponse:
-        answer: tenant_pb2.GetStateResponse = await self._call(
-            self._tenant.GetState, tenant_pb2.GetStateRequest(), SHORT_SECONDS
-        )
-        return answer
 
     async def encode(self, conversations: Sequence[chat_pb2.Conversation], deadline_seconds: float) -> list[list[int]]:
         request = learner_pb2.EncodeRequest(conversations=conversations)

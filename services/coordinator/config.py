@@ -70,8 +70,10 @@ class EvaluationConfig(Config):
 class PublicationConfig(Config):
     """How a policy travels to the engines."""
 
-    transport: Literal["gloo"] = "gloo"
-    bucket_mib: int = Field(default=64, ge=1)
+    transport: Literal["auto", "gloo", "nccl", "cuda_ipc"] = Field(
+        default="auto", description="auto: gloo on CPU, CUDA IPC where learner and engine share a GPU, else NCCL"
+    )
+    bucket_mib: int = Field(default=64, ge=1, description="two at each end; 256 and more for large models on GPUs")
     deadline_seconds: float = Field(default=120.0, gt=0.0)
     probe_tolerance: float | None = Field(
         default=None,

@@ -331,6 +331,8 @@ def _publication_metrics(published: Published) -> dict[str, float]:
         "publish/engines": float(published.engines),
         "publish/bytes": float(published.bytes),
         "publish/transfer_seconds": published.transfer_seconds,
+        "publish/load_seconds": published.load_seconds,
+        "publish/probe_seconds": published.probe_seconds,
         "publish/pause_seconds": published.pause_seconds,
         "publish/probe_difference": published.probe_difference,
     }

@@ -5,38 +5,44 @@
     → engines GetState: the version and digest that the learner said
 
 An engine is in routing only after the last line. Any failure makes a new epoch over the engines that are alive, and the
-same version is tried once more.
+same version is tried once more. Where GPUs are shared every publication has an epoch of its own: what a group holds of
+them is left when either side sleeps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 from antiphon.learner.v1 import learner_pb2
 from antiphon.rollout.v1 import rollout_pb2
 from antiphon.tenant.v1 import tenant_pb2
-from antiphon.types.v1 import policy_pb2, transfer_pb2
+from antiphon.types.v1 import grant_pb2, policy_pb2, transfer_pb2
 
 from services.common.client import new_request_id
 from services.common.errors import AntiphonError, Conflict, InvalidRequest, Unavailable
 from services.coordinator.clients import LearnerClient, OnProgress, RolloutClient
 from services.coordinator.config import PublicationConfig
-from services.coordinator.waits import cancelled
+from services.coordinator.waits import together
 from services.coordinator.workers import Workers, life_of
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
-
 TRIES = 2
-_TRANSPORTS = {"gloo": transfer_pb2.TRANSPORT_GLOO}
+_TRANSPORTS = {
+    "gloo": transfer_pb2.TRANSPORT_GLOO,
+    "nccl": transfer_pb2.TRANSPORT_NCCL,
+    "cuda_ipc": transfer_pb2.TRANSPORT_CUDA_IPC,
+}
 _PROBE_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2}
 # A call outlasts the deadline that it carries, so that the worker's own error is the one shown.
 CALL_MARGIN_SECONDS = 5.0
+
+Tokens: TypeAlias = Mapping[str, grant_pb2.GrantToken]
+"""Worker id → the grant under which it is called."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,12 @@ class Published:
     engines: int
     bytes: int
     transfer_seconds: float
+    load_seconds: float
+    probe_seconds: float
     pause_seconds: float
-    """The longest time for which an engine held requests."""
+    """The longest time for which an engine held requests; the others are parts of it, each the longest of its kind."""
+    extra_bytes: int
+    """Most memory of one GPU that the transfer took at an engine beyond the model."""
     probe_difference: float
     """The largest over the engines."""
 
@@ -61,18 +71,29 @@ class Publication:
     """Publishes policies, and keeps the membership epoch between them."""
 
     def __init__(
-        self, workers: Workers, config: PublicationConfig, dtype: str, on_retry: Callable[[str], None] | None = None
+        self,
+        workers: Workers,
+        config: PublicationConfig,
+        dtype: str,
+        on_retry: Callable[[str], None] | None = None,
+        *,
+        after_epoch: int = 0,
     ) -> None:
+        """Epochs begin after `after_epoch`: workers refuse those that are not above what they have seen."""
         self._workers = workers
         self._config = config
         self._tolerance = config.probe_tolerance or _PROBE_TOLERANCES[dtype]
         self._on_retry = on_retry
-        self._epoch = 0
+        self._epoch = after_epoch
         # Engines of the epoch that is joined; empty where none is.
         self._members: list[tuple[str, str]] = []
 
-    async def publish(self, version: int, on_progress: OnProgress | None = None) -> Published:
+    async def publish(
+        self, version: int, on_progress: OnProgress | None = None, tokens: Tokens | None = None
+    ) -> Published:
         """Brings every engine that is alive to this version, the learner's current one.
+
+        `tokens` is for workers that share their GPUs: weights of both sides are awake under them.
 
         Raises Unmatched naming every tensor that does not fit; else the first error when the second try failed too.
         """
@@ -82,7 +103,7 @@ class Publication:
                 engines = await self._engines(answering=first is not None)
                 if not engines:
                     raise first or Unavailable("publication: no rollout worker is alive")
-                return await self._try(engines, version, on_progress)
+                return await self._try(engines, version, on_progress, tokens or {})
             except Unmatched:
                 raise
             except AntiphonError as error:
@@ -108,16 +129,22 @@ class Publication:
             if not isinstance(state, BaseException) and state.state != tenant_pb2.WORKER_STATE_FAILED
         ]
 
-    async def _try(self, engines: Sequence[RolloutClient], version: int, on_progress: OnProgress | None) -> Published:
+    async def _try(
+        self, engines: Sequence[RolloutClient], version: int, on_progress: OnProgress | None, tokens: Tokens
+    ) -> Published:
         learner = self._workers.learner()
         self._workers.routing -= {life_of(engine) for engine in engines}
-        if self._members != [life_of(engine) for engine in engines]:
-            await self._join(learner, engines)
+        if tokens or self._members != [life_of(engine) for engine in engines]:
+            await self._join(learner, engines, tokens)
         seconds = self._config.deadline_seconds
         bound = seconds + CALL_MARGIN_SECONDS
-        await _all([self._begin(engine, version) for engine in engines])
+        await together([self._begin(engine, version, tokens) for engine in engines])
         request = learner_pb2.PublishRequest(
-            request_id=new_request_id(), epoch=self._epoch, policy_version=version, deadline_seconds=seconds
+            request_id=new_request_id(),
+            epoch=self._epoch,
+            policy_version=version,
+            deadline_seconds=seconds,
+            token=tokens.get(learner.worker_id),
         )
         result = await learner.publish(request, bound, on_progress)
         if result.policy.version != version or not result.policy.digest:
@@ -125,58 +152,70 @@ class Publication:
                 f"{learner.worker_id}: expected to publish version {version} with its digest, it says version "
                 f"{result.policy.version}, digest {result.policy.digest:016x}"
             )
-        commits = await _all([self._commit(engine, result) for engine in engines])
-        await _all([_verify(engine, result.policy) for engine in engines])
+        commits = await together([self._commit(engine, result, tokens) for engine in engines])
+        await together([_verify(engine, result.policy) for engine in engines])
         self._workers.routing |= {life_of(engine) for engine in engines}
         return Published(
             policy=result.policy,
             engines=len(engines),
             bytes=result.bytes,
             transfer_seconds=max(commit.transfer_seconds for commit in commits),
+            load_seconds=max(commit.load_seconds for commit in commits),
+            probe_seconds=max(commit.probe_seconds for commit in commits),
+            extra_bytes=max(commit.extra_bytes for commit in commits),
             pause_seconds=max(commit.pause_seconds for commit in commits),
             probe_difference=max(commit.probe_difference for commit in commits),
         )
 
-    async def _join(self, learner: LearnerClient, engines: Sequence[RolloutClient]) -> None:
+    async def _join(self, learner: LearnerClient, engines: Sequence[RolloutClient], tokens: Tokens) -> None:
         """Makes the group of the next epoch over the learner's ranks and all ranks of these engines."""
         self._members = []
         self._epoch += 1
         seconds = self._config.deadline_seconds
         bound = seconds + CALL_MARGIN_SECONDS
-        states = await _all([engine.state() for engine in engines])
+        ours, *states = await together([learner.state(), *(engine.state() for engine in engines)])
+        transport = choose_transport(self._config.transport, ours, states)
         firsts = [sum(state.transfer_ranks for state in states[:n]) for n in range(len(states) + 1)]
         manifest = await learner.join_transfer(
             learner_pb2.JoinTransferRequest(
                 request_id=new_request_id(),
                 epoch=self._epoch,
-                transport=_TRANSPORTS[self._config.transport],
+                transport=transport,
                 receiver_ranks=firsts[-1],
                 bucket_bytes=self._config.bucket_mib << 20,
                 deadline_seconds=seconds,
+                token=tokens.get(learner.worker_id),
             ),
             bound,
         )
         joins = [
             engine.join_transfer(
                 rollout_pb2.JoinTransferRequest(
-                    request_id=new_request_id(), manifest=manifest, first_receiver_rank=first
+                    request_id=new_request_id(),
+                    manifest=manifest,
+                    first_receiver_rank=first,
+                    token=tokens.get(engine.worker_id),
                 ),
                 bound,
             )
             for engine, first in zip(engines, firsts, strict=False)
         ]
-        _refuse_unmatched(engines, await _all(joins))
+        _refuse_unmatched(engines, await together(joins))
         self._members = [life_of(engine) for engine in engines]
 
-    def _begin(self, engine: RolloutClient, version: int) -> Coroutine[Any, Any, None]:
+    def _begin(self, engine: RolloutClient, version: int, tokens: Tokens) -> Coroutine[Any, Any, None]:
         seconds = self._config.deadline_seconds
         request = rollout_pb2.BeginUpdateRequest(
-            request_id=new_request_id(), epoch=self._epoch, policy_version=version, deadline_seconds=seconds
+            request_id=new_request_id(),
+            epoch=self._epoch,
+            policy_version=version,
+            deadline_seconds=seconds,
+            token=tokens.get(engine.worker_id),
         )
         return engine.begin_update(request, seconds + CALL_MARGIN_SECONDS)
 
     def _commit(
-        self, engine: RolloutClient, result: learner_pb2.PublishResult
+        self, engine: RolloutClient, result: learner_pb2.PublishResult, tokens: Tokens
     ) -> Coroutine[Any, Any, rollout_pb2.CommitUpdateResponse]:
         request = rollout_pb2.CommitUpdateRequest(
             request_id=new_request_id(),
@@ -184,8 +223,32 @@ class Publication:
             probe_token_ids=result.probe_token_ids,
             probe_logprobs=result.probe_logprobs,
             probe_tolerance=self._tolerance,
+            token=tokens.get(engine.worker_id),
         )
         return engine.commit_update(request, self._config.deadline_seconds + CALL_MARGIN_SECONDS)
+
+
+def choose_transport(
+    wanted: str, learner: tenant_pb2.GetStateResponse, engines: Sequence[tenant_pb2.GetStateResponse]
+) -> transfer_pb2.Transport:
+    """What carries the weights: what the configuration says, or for "auto" what fits the devices.
+
+    gloo where nobody is on a GPU; CUDA IPC where an engine is on a GPU of the learner's, since NCCL refuses two ranks
+    of a group on one GPU; NCCL else. Raises InvalidRequest where some are on GPUs and some are not.
+    """
+    if wanted != "auto":
+        return _TRANSPORTS[wanted]
+    gpus = [{device.uuid for device in state.devices} for state in (learner, *engines)]
+    if not any(gpus):
+        return transfer_pb2.TRANSPORT_GLOO
+    if not all(gpus):
+        raise InvalidRequest(
+            f"learner and engines: {sum(map(bool, gpus))} of {len(gpus)} are on GPUs, the others on CPU; "
+            "no transport carries weights between the two"
+        )
+    if any(gpus[0] & theirs for theirs in gpus[1:]):
+        return transfer_pb2.TRANSPORT_CUDA_IPC
+    return transfer_pb2.TRANSPORT_NCCL
 
 
 async def _verify(engine: RolloutClient, policy: policy_pb2.Policy) -> None:
@@ -208,16 +271,3 @@ def _refuse_unmatched(engines: Sequence[RolloutClient], answers: Sequence[rollou
         raise Unmatched(
             "\n".join([f"learner and engines differ in {len(lines)} tensor(s):", *(f"  {x}" for x in lines)])
         )
-
-
-async def _all(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """Every answer, in order. At the first error the other calls are given up, and it is raised."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done() and task.exception() is not None:
-                task.result()
-        return [task.result() for task in tasks]
-    finally:
-        await cancelled(*tasks)

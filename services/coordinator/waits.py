@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from services.common.errors import Expired, Overloaded, Unavailable
+from services.common.errors import AntiphonError, Expired, Overloaded, Unavailable
 
 Answer = TypeVar("Answer")
 
@@ -38,17 +38,20 @@ async def within(seconds: float, what: str) -> AsyncIterator[None]:
 
 
 async def few_tries(attempt: Callable[[], Awaitable[Answer]], tries: int = TRIES) -> Answer:
-    """Repeats `attempt` while it says Unavailable or Overloaded, a few times in seconds, then raises the last error.
+    """Repeats `attempt` while it says Unavailable or Overloaded, a few times in seconds, then raises the last error, or
+    where that only says that nobody answered, the last that a worker gave: it says why.
 
     For calls whose own deadline is long: a worker that died must be noticed now, not at that deadline.
     """
     pause = FIRST_PAUSE_SECONDS
+    told: AntiphonError | None = None
     for left in reversed(range(tries)):
         try:
             return await attempt()
         except (Unavailable, Overloaded) as error:
+            told = error if error.answered else told or error
             if left == 0:
-                raise
+                raise told from None
             wait = max(pause * random.uniform(0.5, 1.0), getattr(error, "retry_after_seconds", 0.0))
         await asyncio.sleep(wait)
         pause *= 2
@@ -102,6 +105,20 @@ class StopSignal:
         finally:
             stop.cancel()
             await cancelled(task)
+
+
+async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """Every answer, in order. At the first error the other calls are given up, and it is raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done() and task.exception() is not None:
+                task.result()
+        return [task.result() for task in tasks]
+    finally:
+        await cancelled(*tasks)
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> None:

@@ -6,7 +6,7 @@ within seconds whether somebody is there.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeAlias, TypeVar
 
 from antiphon.events.v1 import events_pb2
@@ -23,7 +23,12 @@ Kind: TypeAlias = events_pb2.WorkerKind
 ROLLOUT, REWARD, LEARNER = events_pb2.WORKER_KIND_ROLLOUT, events_pb2.WORKER_KIND_REWARD, events_pb2.WORKER_KIND_LEARNER
 _NAMES = {ROLLOUT: "rollout", REWARD: "reward", LEARNER: "learner"}
 # An engine is up when it waits for its first policy.
-_UP = {tenant_pb2.WORKER_STATE_READY, tenant_pb2.WORKER_STATE_STALE, tenant_pb2.WORKER_STATE_UPDATING}
+_UP = {
+    tenant_pb2.WORKER_STATE_READY,
+    tenant_pb2.WORKER_STATE_STALE,
+    tenant_pb2.WORKER_STATE_UPDATING,
+    tenant_pb2.WORKER_STATE_ASLEEP,
+}
 
 
 class Workers:
@@ -82,23 +87,32 @@ class Workers:
             raise Unavailable(f"learner: expected one worker, found {names}")
         return found[0]
 
+    def tenants(self) -> list[LearnerClient | RolloutClient]:
+        """Everybody who may share GPUs, up or not: a worker waits for a grant before it loads its model."""
+        return [*self._known(LEARNER, LearnerClient), *self._known(ROLLOUT, RolloutClient)]
+
     async def close(self) -> None:
         for client in self._clients.values():
             await client.close()
 
     def _all(self, kind: Kind, make: type[AnyClient]) -> list[AnyClient]:
+        clients = self._known(kind, make, _UP)
+        if clients:
+            self._last[kind] = list(clients)
+        return clients or [client for client in self._last.get(kind, []) if isinstance(client, make)]
+
+    def _known(self, kind: Kind, make: type[AnyClient], states: Collection[int] | None = None) -> list[AnyClient]:
+        """A client of each that announces itself, in any of these states."""
         clients = []
         for announcement in self._registry.alive(kind):
-            if announcement.state not in _UP:
+            if states is not None and announcement.state not in states:
                 continue
             key = (announcement.worker_id, announcement.instance_id)
             client = self._clients.get(key)
             if not isinstance(client, make):
                 client = self._clients[key] = make(*key, announcement.address)
             clients.append(client)
-        if clients:
-            self._last[kind] = list(clients)
-        return clients or [client for client in self._last.get(kind, []) if isinstance(client, make)]
+        return clients
 
     def _all_up(self) -> bool:
         alive = {(a.worker_id, a.instance_id): a for kind in self._expected for a in self._registry.alive(kind)}

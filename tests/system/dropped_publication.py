@@ -28,7 +28,17 @@ class DroppedPublication(Publication):
         if version == 0:
             return await super().publish(version, on_progress)
         policy = policy_pb2.Policy(version=version, digest=version)
-        return Published(policy, engines=1, bytes=0, transfer_seconds=0.0, pause_seconds=0.0, probe_difference=0.0)
+        return Published(
+            policy,
+            engines=1,
+            bytes=0,
+            transfer_seconds=0.0,
+            load_seconds=0.0,
+            probe_seconds=0.0,
+            pause_seconds=0.0,
+            extra_bytes=0,
+            probe_difference=0.0,
+        )
 
 
 _generate = RolloutClient.generate

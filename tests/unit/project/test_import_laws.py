@@ -17,9 +17,18 @@ HEAVY = ("torch", "vllm", "deepspeed", "transformers", "ray", "datasets")
 # Named for a heavy library, or for the model work that they do with one. Everything else must load without any.
 NAMED_FOR_IT = (
     "services.common.weights",
+    "services.rollout.vllm_in_place",
+    "services.rollout.vllm_memory",
     "services.rollout.vllm_names",
     "services.rollout.vllm_weights",
     "services.learner.deepspeed_trainer",
+    "services.learner.device_memory",
+    "services.learner.fused_layers",
+    "services.learner.head_kernels",
+    "services.learner.layer_kernels",
+    "services.learner.step_tokens",
+    "services.learner.varlen_attention",
+    "services.learner.zero_engine",
     "services.learner.policy_model",
     "services.learner.logprob_head",
     "services.learner.packing",
