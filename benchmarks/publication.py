@@ -1,16 +1,16 @@
 """What a publication takes: transfer and pause apart, against vLLM's own senders, and what its failures cost.
 
-    python -m benchmarks.publication [--parts nccl,stock,ipc,tp2,failures] [--shape 7b] [--out FOLDER]
+    python -m benchmarks.publication [--parts nccl,ipc,tp2,failures] [--shape 7b] [--out FOLDER]
 
-    nccl      one learner rank on GPU 0, engine on GPU 1
-    stock     the same weights and GPUs by vLLM's packed sender and by one call per tensor, in the same run
+    nccl      one learner rank on GPU 0, engine on GPU 1; then the same weights by vLLM's packed sender and by one call
+              per tensor
     ipc       learner and engine on one GPU
     tp2       two ZeRO-3 ranks and a TP-2 engine on the same two GPUs, in bfloat16 (timed) and float32 (greedy equal)
     failures  over NCCL: a refused push, a rank that raises, is killed, stands still; an engine killed in the middle
 
 Real services with NATS between them, driven by the coordinator's own publication code; the learner's ranks hold random
 weights in ZeRO-3 slices (benchmarks/random_rank.py). After each part the engine's greedy tokens are compared with those
-of a plain transformers model of the same seed. Without GPUs all but `stock` run over gloo: `--shape tiny --parts nccl`.
+of a plain transformers model of the same seed. Without GPUs all of it runs over gloo: `--shape tiny --parts nccl`.
 One result file a part, benchmarks/results/publication-<part>.json.
 """
 
@@ -58,7 +58,7 @@ from services.rollout.gpus import engine_gpus
 RUN_ID = "publication"
 SEED = 1
 START_SECONDS, CALL_SECONDS = 240.0, 60.0
-STOCK_SECONDS = 200.0
+STOCK_SECONDS = 120.0
 PROMPTS, ANSWER_TOKENS = 8, 16
 ORDERED_DEADLINE_SECONDS = 6.0  # of the publications that are made to fail
 
@@ -285,24 +285,59 @@ async def push_part(name: str, settings: Sequence[Setting], pushes: int, out: Pa
         _finish(result, out)
 
 
-def stock_part(setting: Setting, pushes: int, out: Path) -> None:
-    result = results.begin("publication-stock", {"shape": setting.shape, "dtype": setting.dtype, "pushes": pushes})
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), setting.shape, setting.dtype)
-        command = [sys.executable, "-m", "benchmarks.stock_publication", folder, setting.dtype, str(pushes)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=STOCK_SECONDS, check=False)
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise RuntimeError(
-            f"vLLM's own senders: exit code {ended.returncode}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+class Stock:
+    """vLLM's own sender and receiver, started beside ours and measured after them."""
+
+    def __init__(self, setting: Setting, pushes: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="antiphon-"))
+        write_model(self._folder, setting.shape, setting.dtype)
+        command = [sys.executable, "-m", "benchmarks.stock_publication", str(self._folder), setting.dtype, str(pushes)]
+        self._log = (self._folder / "log").open("w+")
+        self._process = subprocess.Popen(
+            [*command, str(self._folder / "go")], stdout=self._log, stderr=subprocess.STDOUT
         )
-    found = json.loads(lines[0].removeprefix("RESULT "))
-    result.samples = {f"{kind}_{name}": found[kind][name] for kind in ("packed", "per_tensor") for name in found[kind]}
-    for kind in ("packed", "per_tensor"):
-        later = found[kind]["update_call_seconds"][1:]
-        result.summary[f"{kind}_update_call_seconds"] = statistics.median(later)
-        result.summary[f"{kind}_gb_per_second"] = found["bytes"] / 1e9 / statistics.median(later)
-    _finish(result, out)
+
+    def measure(self) -> dict[str, Any]:
+        """Lets it begin, and waits for its result."""
+        (self._folder / "go").touch()
+        try:
+            self._process.wait(STOCK_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        self._log.seek(0)
+        text = self._log.read()
+        lines = [line for line in text.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            raise RuntimeError(f"vLLM's own senders: exit code {self._process.returncode}\n{text[-4000:]}")
+        found: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+        return found
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+async def nccl_part(setting: Setting, pushes: int, out: Path, *, with_stock: bool) -> None:
+    """Ours and vLLM's in one run. A failure of theirs does not lose ours."""
+    result = results.begin("publication-nccl", {**vars(setting), "pushes": pushes, "seed": SEED})
+    stock = Stock(setting, pushes) if with_stock else None
+    try:
+        rows, answers, facts = await measured(setting, pushes)
+        result.samples = {"publications": rows}
+        result.summary = {**summary(rows), **facts, "greedy": await asyncio.to_thread(compare_greedy, setting, answers)}
+        _finish(result, out)
+        if stock is not None:
+            found = await asyncio.to_thread(stock.measure)
+            for kind in ("packed", "per_tensor"):
+                result.samples |= {f"stock_{kind}_{name}": seconds for name, seconds in found[kind].items()}
+                median = statistics.median(found[kind]["update_call_seconds"][1:])
+                result.summary[f"stock_{kind}_update_call_seconds"] = median
+                result.summary[f"stock_{kind}_to_ours"] = median / result.summary["transfer_seconds"]
+            _finish(result, out)
+    finally:
+        if stock is not None:
+            stock.close()
 
 
 async def failures_part(setting: Setting, out: Path) -> None:
@@ -418,7 +453,7 @@ def _finish(result: results.Result, out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Publications between learner and engine, measured.")
-    parser.add_argument("--parts", default="nccl,stock,ipc,tp2,failures")
+    parser.add_argument("--parts", default="nccl,ipc,tp2,failures")
     parser.add_argument("--shape", choices=[*SHAPES], default="7b")
     parser.add_argument("--small-shape", choices=[*SHAPES], default="tp2", help="of tp2 in float32, and of failures")
     parser.add_argument("--pushes", type=int, default=6)
@@ -439,12 +474,12 @@ def main() -> int:
         print(f"== {part}", flush=True)
         begin = time.monotonic()
         try:
-            if part == "stock":
-                stock_part(apart, arguments.pushes, arguments.out)
+            if part == "nccl":
+                asyncio.run(nccl_part(apart, arguments.pushes, arguments.out, with_stock=on_gpus))
             elif part == "failures":
                 asyncio.run(failures_part(broken, arguments.out))
             else:
-                settings = {"nccl": [apart], "ipc": [together], "tp2": shared}[part]
+                settings = {"ipc": [together], "tp2": shared}[part]
                 asyncio.run(push_part(part, settings, arguments.pushes, arguments.out))
         except Exception:  # the other parts are still worth their time
             traceback.print_exc()

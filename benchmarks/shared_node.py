@@ -83,7 +83,7 @@ class Move:
 
     worker_id: str
     kind: str
-    tags: tuple[int, ...]
+    tags: tuple[Tag, ...]
     call_seconds: float
     seconds: float
     """By the worker."""
@@ -273,7 +273,14 @@ class SharedNode:
 
     async def state(self) -> NodeState:
         """What the log says of the node now."""
-        return await SubjectLog(self._store, node_subject(NODE), NodeState, NodeState.apply).refresh()
+        return await self._log().refresh()
+
+    async def until_held_by(self, worker_id: str) -> None:
+        """Waits until a grant gave the worker something."""
+        async with asyncio.timeout(HAND_OVER_SECONDS):
+            await self._log().wait_for(
+                lambda state: any(t.worker_id == worker_id and h.memory for t, h in state.holdings.items())
+            )
 
     # Work
 
@@ -400,6 +407,9 @@ class SharedNode:
             LEARNER_ID: list((await self.learner.state()).pids),
             ENGINE_ID: list((await self.engine.state()).pids),
         }
+
+    def _log(self) -> SubjectLog[NodeState]:
+        return SubjectLog(self._store, node_subject(NODE), NodeState, NodeState.apply)
 
     def _tenant(self, worker_id: str) -> Tenant:
         current = self._services[worker_id].config.instance_id

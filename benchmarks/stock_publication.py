@@ -1,8 +1,9 @@
 """vLLM's own sender and receiver, for comparison: packed, and one call per tensor; printed as one JSON line.
 
-    python -m benchmarks.stock_publication FOLDER DTYPE PUSHES
+    python -m benchmarks.stock_publication FOLDER DTYPE PUSHES GO
 
-Run by benchmarks/publication.py in a process of its own: a plain model with random weights on GPU 0, vLLM with dummy
+Run by benchmarks/publication.py in a process of its own, while that starts its services; it begins when the file GO is
+there, so that the two never measure at the same time. A plain model with random weights on GPU 0, vLLM with dummy
 weights on GPU 1, vLLM's trainer half between them, as its documentation has it.
 """
 
@@ -13,9 +14,11 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 GPU_OF_MODEL, GPU_OF_ENGINE = "0", "1"
+GO_SECONDS = 240.0
 
 
 class Client:
@@ -41,7 +44,7 @@ class Client:
 
 
 def main() -> None:
-    folder, dtype, pushes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    folder, dtype, pushes, go = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
     os.environ["CUDA_VISIBLE_DEVICES"] = GPU_OF_ENGINE
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm import LLM
@@ -66,6 +69,11 @@ def main() -> None:
     from benchmarks.random_rank import random_model
 
     model = random_model(folder, dtype, torch.device("cuda", 0), seed=1)
+    end = time.monotonic() + GO_SECONDS
+    while not go.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{go} did not come within {GO_SECONDS:.0f} s")
+        time.sleep(0.05)
     result: dict[str, Any] = {"bytes": sum(p.numel() * p.element_size() for p in model.parameters())}
     for name, packed in (("packed", True), ("per_tensor", False)):
         with socket.create_server(("127.0.0.1", 0)) as free:

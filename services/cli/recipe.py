@@ -20,6 +20,8 @@ from services.learner.config import LearnerConfig
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
+PROBE_TOKENS = 32
+"""What a learner sends with a publication (services/learner/publishing.py)."""
 # The tail of a run id, "-" and six digits, is added to the name.
 NAME_PATTERN = r"^[a-z0-9][a-z0-9-]{0,54}$"
 
@@ -104,7 +106,7 @@ def _section(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 def problems(recipe: Recipe) -> list[str]:
     """What does not fit together, each with what to do; empty when the run may start. Reads small files only."""
-    checks = (_missing_files, _model_folder, _lengths, _scorer, _nats, _run_folder)
+    checks = (_missing_files, _model_folder, _lengths, _gpus, _scorer, _nats, _run_folder)
     return [problem for check in checks for problem in check(recipe)]
 
 
@@ -147,8 +149,13 @@ def _model_folder(recipe: Recipe) -> list[str]:
 
 
 def _lengths(recipe: Recipe) -> list[str]:
-    """Prompt and answer must fit into a sequence of the engine."""
+    """Prompt and answer must fit into a sequence of the engine, and so must the probe of a publication."""
     coordinator, room = recipe.coordinator, recipe.rollout.max_sequence_tokens
+    if room <= PROBE_TOKENS:
+        return [
+            f"rollout.max_sequence_tokens: {room} has no room for the probe of {PROBE_TOKENS} tokens, by which "
+            f"an engine is verified, and one more: at least {PROBE_TOKENS + 1}"
+        ]
     prompt = coordinator.data.max_prompt_tokens
     answers = {"coordinator.sampling.max_tokens": coordinator.sampling.max_tokens}
     if coordinator.evaluation is not None:
@@ -165,6 +172,31 @@ def _lengths(recipe: Recipe) -> list[str]:
                 f"{key}: coordinator.data.max_prompt_tokens + {key} = {prompt} + {answer} = {prompt + answer} > "
                 f"rollout.max_sequence_tokens = {room}; nearest that fit: {' or '.join(ways)}"
             )
+    return found
+
+
+def _gpus(recipe: Recipe) -> list[str]:
+    """Enough GPUs for everybody, and nobody's twice: sharing needs grants, which the `sync` schedule does not take."""
+    engines = recipe.coordinator.rollout_workers
+    wanted = {
+        "learner": (recipe.learner.gpus, recipe.learner.ranks, f"ranks = {recipe.learner.ranks}"),
+        "rollout": (
+            recipe.rollout.gpus,
+            engines * recipe.rollout.tensor_parallel,
+            f"{engines} engine(s) x tensor_parallel = {engines} x {recipe.rollout.tensor_parallel}",
+        ),
+    }
+    found = []
+    taken: dict[int, str] = {}
+    for section, (gpus, count, equation) in wanted.items():
+        if gpus is None:
+            continue
+        if len(gpus) != count:
+            found.append(f"{section}.gpus: {list(gpus)} are {len(gpus)}, {equation} take {count}")
+        for gpu in gpus:
+            if gpu in taken:
+                found.append(f"{section}.gpus: {gpu} is named in {taken[gpu]}.gpus already; give each its own")
+            taken[gpu] = section
     return found
 
 

@@ -119,7 +119,7 @@ class CoordinatorConfig(Config):
     train_seconds: float = Field(default=3600.0, gt=0.0)
     evaluate_seconds: float = Field(default=3600.0, gt=0.0)
     export_seconds: float = Field(default=600.0, gt=0.0)
-    stop_seconds: float = Field(default=20.0, gt=0.0, description="a stop waits so long for a Step or publication")
+    stop_seconds: float = Field(default=10.0, gt=0.0, description="a stop waits so long for a Step or publication")
 
     @property
     def trajectories_per_step(self) -> int:

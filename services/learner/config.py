@@ -41,9 +41,14 @@ class LearnerConfig(Config):
 
     role: Literal["actor"] = "actor"
     ranks: int = pydantic.Field(1, ge=1, description="processes that share the model by ZeRO-3")
+    gpus: tuple[int, ...] | None = pydantic.Field(
+        None, description="GPUs of the host that the launcher gives to the ranks, one to each; none: all"
+    )
     optimizer: OptimizerConfig = OptimizerConfig.model_validate({})
     micro_batch_tokens: int = pydantic.Field(
-        4096, ge=1, description="padded tokens of one forward and backward pass of a rank; memory grows with it"
+        4096,
+        ge=1,
+        description="tokens of one forward and backward pass of a rank, padding counted; memory grows with it",
     )
     gradient_checkpointing: bool = pydantic.Field(False, description="recompute activations: less memory, slower")
     threads_per_rank: int | None = pydantic.Field(None, ge=1, description="default: the cores divided by the ranks")

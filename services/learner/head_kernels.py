@@ -3,9 +3,10 @@
 The logits of one predicted token are a row [V] in the dtype of the hidden states; arithmetic is float32, z = logit / T.
 """
 
-from __future__ import annotations
+# mypy: disable-error-code="no-untyped-def"
+# triton 3.6 compiles the annotations of a kernel with it, and knows none of Python's own.
 
-from typing import Any
+from __future__ import annotations
 
 import torch
 import triton
@@ -18,15 +19,15 @@ SLOPE_BLOCK = 4096
 
 @triton.jit
 def _statistics(  # noqa: PLR0917
-    logits: Any,
-    targets: Any,
-    logprobs: Any,
-    normalisers: Any,
-    entropies: Any,
-    vocabulary: Any,
-    temperature: Any,
+    logits,
+    targets,
+    logprobs,
+    normalisers,
+    entropies,
+    vocabulary,
+    temperature,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     begin_of_row = logits + row * vocabulary
     largest = float("-inf")
@@ -50,14 +51,14 @@ def _statistics(  # noqa: PLR0917
 
 @triton.jit
 def _slopes(  # noqa: PLR0917
-    logits: Any,
-    targets: Any,
-    normalisers: Any,
-    gradients: Any,
-    vocabulary: Any,
-    temperature: Any,
+    logits,
+    targets,
+    normalisers,
+    gradients,
+    vocabulary,
+    temperature,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary

@@ -27,6 +27,9 @@ class RolloutConfig(Config):
     kv_cache_gib: float = pydantic.Field(1.0, gt=0, description="memory for keys and values, GiB, of each GPU")
     prefix_cache: bool = pydantic.Field(True, description="siblings share the keys and values of their prompt")
     tensor_parallel: int = pydantic.Field(1, ge=1, description="GPUs that share the model")
+    gpus: tuple[int, ...] | None = pydantic.Field(
+        None, description="GPUs of the host that the launcher gives to the engines, tensor_parallel to each; none: all"
+    )
     eager: bool = pydantic.Field(False, description="on GPUs: without CUDA graphs; up sooner, slower afterwards")
     threads: int | None = pydantic.Field(None, ge=1, description="CPU threads of the engine; none: all cores")
     grant_seconds: float = pydantic.Field(

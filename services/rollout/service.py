@@ -111,8 +111,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         async def work(_: Report) -> Committed:
             committed = await updates.commit(request.policy, probe)
-            if committed.kv_woken is not None:
-                await self._tell_kv_woken(committed.kv_woken)
+            # Also where they did not sleep: under this grant nobody has said yet that they are awake.
+            await self._tell_kv_woken(committed.kv_woken or Change())
             return committed
 
         committed = await self._commits.start_or_attach(request.request_id, _fingerprint(request), work).result()

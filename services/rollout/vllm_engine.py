@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ABORT_POLL_SECONDS = 0.02
-# A publication takes 0.05 s between GPUs, and its end is noticed by asking; on CPU asking takes time from receiving.
-POLL_SECONDS, POLL_SECONDS_ON_CPU = 0.001, 0.02
+POLL_SECONDS = 0.02
+RECEIVED_WAIT_SECONDS = 0.1
 ABORT_SECONDS = 10.0
 # The engine core answers between two forward passes; one that is silent for longer is taken for dead.
 ANSWER_SECONDS = 60.0
@@ -53,10 +52,9 @@ TAGS = {"weights": MEMORY_TAG_WEIGHTS, "kv_cache": MEMORY_TAG_KV}
 class VllmEngine:
     """One AsyncLLM with its engine core in a child process. Made by `start`."""
 
-    def __init__(self, llm: AsyncLLM, info: EngineInfo, poll_seconds: float) -> None:
+    def __init__(self, llm: AsyncLLM, info: EngineInfo) -> None:
         self._llm = llm
         self._info = info
-        self._poll_seconds = poll_seconds
         self._running: set[str] = set()
         self._torn: str | None = None
 
@@ -72,7 +70,7 @@ class VllmEngine:
         gc.collect()
         gc.freeze()
         info = _info(llm, [answer["pid"] for answer in workers], on_gpus=bool(devices))
-        return cls(llm, info, POLL_SECONDS if devices else POLL_SECONDS_ON_CPU)
+        return cls(llm, info)
 
     @property
     def info(self) -> EngineInfo:
@@ -117,7 +115,7 @@ class VllmEngine:
             if time.monotonic() > end:
                 raise Internal(f"vLLM did not end {sorted(waiting)[:5]} within {ABORT_SECONDS:.0f} s of being told to")
             await self._llm.abort(list(waiting))
-            await asyncio.sleep(ABORT_POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def encode(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         return await asyncio.to_thread(self._encode, conversations)
@@ -160,13 +158,14 @@ class VllmEngine:
                 )
             )
         )
-        await self._reached("joined")
+        await self._reached("joined", 0.0)
 
     async def begin_receive(self, *, deadline_seconds: float) -> None:
         await self._on_workers("antiphon_receive", deadline_seconds)
 
     async def received(self) -> Received:
-        states = await self._reached("received")
+        # The engine is idle, so the workers may wait for the end; asking again and again would take time from it.
+        states = await self._reached("received", RECEIVED_WAIT_SECONDS)
         digests = {state["digest"] for state in states}
         if len(digests) != 1:
             raise Unavailable(f"the engine's workers received different weights: digests {sorted(digests)}")
@@ -266,16 +265,16 @@ class VllmEngine:
         except Exception as error:
             raise Internal(f"vLLM's engine core failed: {error}") from error
 
-    async def _reached(self, phase: str) -> list[dict[str, Any]]:
+    async def _reached(self, phase: str, wait_seconds: float) -> list[dict[str, Any]]:
         """The states of all workers once they are in `phase`; they wait with deadlines of their own."""
         while True:
-            states = await self._on_workers("antiphon_transfer_state")
+            states = await self._on_workers("antiphon_transfer_state", wait_seconds)
             for state in states:
                 if state["phase"] == "failed":
                     raise getattr(errors, state["error"])(state["message"])
             if all(state["phase"] == phase for state in states):
                 return states
-            await asyncio.sleep(self._poll_seconds)
+            await asyncio.sleep(0.0 if wait_seconds else POLL_SECONDS)
 
     def _dead(self, reason: str) -> EngineDead:
         self._torn = reason

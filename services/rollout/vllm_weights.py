@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from services.common.errors import AntiphonError, Conflict, InvalidRequest, Unavailable
 from services.common.weights.manifest import sent
 from services.common.weights.receiver import Receiver
+from services.rollout.vllm_copies import NotedCopies, NotPlain
 from services.rollout.vllm_in_place import layers_that_repack
 from services.rollout.vllm_memory import MemoryExtension
 from services.rollout.vllm_names import expected_shapes, tied_heads, unmatched
@@ -77,6 +78,7 @@ class Transfer:
         self._receiver: Receiver | None = None
         self._closed = False
         self._state: dict[str, Any] = {}
+        self._idle = threading.Event()
         self._thread = threading.Thread()
         self._start("joined", lambda: self._join(receiver_rank, deadline_seconds))
 
@@ -92,9 +94,14 @@ class Transfer:
         """
         return self._state
 
+    def wait(self, seconds: float) -> None:
+        """Until the thread has nothing to do, at most so long."""
+        self._idle.wait(seconds)
+
     def close(self) -> None:
         """Leaves the group; a thread that waits for others ends by itself, soon or at its deadline."""
         self._closed = True
+        self._idle.set()
         self._state = {"phase": "failed", "error": "Unavailable", "message": "the transfer group was left"}
         if self._receiver is not None:
             self._receiver.close()
@@ -112,8 +119,10 @@ class Transfer:
                 result = {"phase": "failed", "error": "Internal", "message": repr(error)}
             if not self._closed:
                 self._state = result
+            self._idle.set()
 
         self._state = {"phase": "working"}
+        self._idle.clear()
         self._thread = threading.Thread(target=run, name=f"transfer epoch {self.manifest.epoch}", daemon=True)
         self._thread.start()
 
@@ -160,6 +169,7 @@ class AntiphonWeightTransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         super().__init__(*args, **kwargs)
         self.transfer: Transfer | None = None
         self._aliases: dict[str, list[str]] = {}
+        self._copies: NotedCopies | None = None
         self._staging: dict[str, torch.Tensor] = {}
         self._loaded: set[str] = set()
         repacking = layers_that_repack(self.model, self.device)
@@ -178,6 +188,8 @@ class AntiphonWeightTransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
         for spec in manifest.tensors:
             if spec.alias_of and spec.name in self._shapes:
                 self._aliases.setdefault(spec.alias_of, []).append(spec.name)
+        if self._in_place:
+            self._copies = self._noted_copies(manifest)
         rank = init_info.first_receiver_rank + self.parallel_config.rank
         self.transfer = Transfer(
             manifest,
@@ -223,10 +235,23 @@ class AntiphonWeightTransferEngine(WeightTransferEngine[JoinInfo, LoadInfo]):
 
     def _load_in_place(self, buckets: Iterable[Bucket], reuses_memory: bool) -> None:
         self._loaded = set()
+        if self._copies is not None:
+            for bucket in buckets:
+                self._copies.make(bucket)
+            self._copies.fill()
+            self._loaded = self._copies.loaded
+            return
         for bucket in buckets:
             # A bucket at a time: some models look at all of the weights they are given before they copy any.
             tensors = [(name, tensor) for spec, tensor in bucket for name in self._names(spec)]
             self._loaded |= set(self.model.load_weights(tensors))
+
+    def _noted_copies(self, manifest: TransferManifest) -> NotedCopies | None:
+        try:
+            return NotedCopies(self.model, [(spec, self._names(spec)) for spec in sent(manifest)])
+        except NotPlain as error:
+            logger.warning("each bucket goes through the model's own loader, which takes time: %s", error)
+            return None
 
     def _stage(self, buckets: Iterable[Bucket], reuses_memory: bool) -> None:
         self._staging.clear()
@@ -265,10 +290,12 @@ class WorkerExtension(MemoryExtension):
             return {"invalid": str(error)}
         return {"unknown": list(found.unknown), "missing": list(found.missing), "differing": list(found.differing)}
 
-    def antiphon_transfer_state(self) -> dict[str, Any]:
+    def antiphon_transfer_state(self, wait_seconds: float) -> dict[str, Any]:
+        """Of the transfer; waits so long for the end of what it does now, in which the engine does nothing else."""
         transfer = _engine_of(self).transfer
         if transfer is None:
             return {"phase": "failed", "error": "Unavailable", "message": "no transfer group is joined"}
+        transfer.wait(wait_seconds)
         return transfer.state()
 
     def antiphon_receive(self, deadline_seconds: float) -> None:

@@ -211,7 +211,7 @@ class Live:
     """A learner of one rank, without gRPC before it."""
 
     def __init__(self, folder: Path) -> None:
-        model = make_tiny_model(folder / "model", hidden=2048, layers=8)
+        model = make_tiny_model(folder / "model", hidden=1024, layers=8)
         service = {"run_id": "test", "worker_id": "learner", "run_dir": str(folder), "nats_url": "none"}
         settings = {"micro_batch_tokens": 512, "optimizer": {"learning_rate": 1e-4}}
         tree = {"service": service, "model": {"path": str(model), "dtype": "bfloat16"}, "settings": settings}

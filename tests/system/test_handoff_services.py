@@ -113,9 +113,7 @@ async def test_a_rank_killed_on_the_way_to_waking_is_named_and_the_engine_serves
     rank = await node.learner_rank()
     os.kill(rank, signal.SIGSTOP)  # so that it dies with the Wake in its hands
     handing_over = asyncio.create_task(node.give(learner=[WEIGHTS, OPTIMIZER], seconds=20))
-    async with asyncio.timeout(10):
-        while LEARNER_ID not in {t.worker_id for t, h in (await node.state()).holdings.items() if h.memory}:
-            await asyncio.sleep(0.02)
+    await node.until_held_by(LEARNER_ID)
     os.kill(rank, signal.SIGKILL)
     with pytest.raises(Unavailable, match=rf"{LEARNER_ID} exited before it woke .*rank 0 \(pid {rank}\) was killed"):
         await handing_over

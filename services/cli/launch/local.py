@@ -82,7 +82,7 @@ class LocalLauncher:
             await self._start_nats()
         for kind, count, settings in self._workers():
             for number in range(count):
-                await self._start_worker(kind, f"{kind}-{number}", settings)
+                await self._start_worker(kind, number, settings)
 
     async def first_death(self) -> Death:
         """Waits for the first process that ends unasked."""
@@ -140,7 +140,8 @@ class LocalLauncher:
         process = await self._spawn(NATS, command, self._environment({}))
         self.nats_url, self.nats_monitor_url = await nats_server.wait_until_listening(folder, process, self.log(NATS))
 
-    async def _start_worker(self, kind: str, worker_id: str, settings: Config) -> None:
+    async def _start_worker(self, kind: str, number: int, settings: Config) -> None:
+        worker_id = f"{kind}-{number}"
         service = ServiceConfig(
             run_id=self._run_id,
             worker_id=worker_id,
@@ -153,7 +154,8 @@ class LocalLauncher:
         path = self._run_dir / "processes" / f"{worker_id}.yaml"
         path.write_text(dump(config))
         command = [sys.executable, "-m", self._modules[kind], "--config", str(path)]
-        own = rollout_environment(self._recipe.rollout) if kind == "rollout" else _threads(kind)
+        own = dict(rollout_environment(self._recipe.rollout) if kind == "rollout" else _threads(kind))
+        own |= visible_gpus(self._recipe, kind, number)
         environment = self._environment({**own, INSTANCE_ID_VARIABLE: service.instance_id})
         await self._spawn(worker_id, command, environment, service)
 
@@ -184,6 +186,18 @@ class LocalLauncher:
         if service is not None:
             is_coordinator = worker_id.startswith(f"{COORDINATOR}-")
             await exits.tell_exited(service, process.pid, code, coordinator=is_coordinator)
+
+
+def visible_gpus(recipe: Recipe, kind: str, number: int) -> dict[str, str]:
+    """What CUDA shows to worker `number` of a kind: the GPUs that the recipe gives it, or all where it says nothing."""
+    if kind == "learner" and recipe.learner.gpus is not None:
+        chosen = recipe.learner.gpus[: recipe.learner.ranks]
+    elif kind == "rollout" and recipe.rollout.gpus is not None:
+        width = recipe.rollout.tensor_parallel
+        chosen = recipe.rollout.gpus[number * width : (number + 1) * width]
+    else:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, chosen))}
 
 
 def _threads(kind: str) -> dict[str, str]:

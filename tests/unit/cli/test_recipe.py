@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from services.cli.launch.local import visible_gpus
 from services.cli.recipe import next_name, problems, read_recipe, save_recipe
 from services.common.errors import ConfigError
 
@@ -117,6 +118,14 @@ def test_what_does_not_parse_is_named(folder: Path, assignment: str, message: st
             "rollout.max_sequence_tokens = 120; nearest that fit: rollout.max_sequence_tokens=124 or "
             "coordinator.sampling.max_tokens=20 or coordinator.data.max_prompt_tokens=96",
         ),
+        (["rollout.max_sequence_tokens=32"], "has no room for the probe of 32 tokens"),
+        (["learner.gpus=[0]", "rollout.gpus=[1]"], None),
+        (["learner.gpus=[0, 1]"], "learner.gpus: [0, 1] are 2, ranks = 1 take 1"),
+        (["learner.gpus=[0]", "rollout.gpus=[0]"], "rollout.gpus: 0 is named in learner.gpus already"),
+        (
+            ["rollout.gpus=[1]", "rollout.tensor_parallel=2", "coordinator.rollout_workers=2"],
+            "rollout.gpus: [1] are 1, 2 engine(s) x tensor_parallel = 2 x 2 take 4",
+        ),
         (["coordinator.evaluation.max_tokens=200"], "coordinator.evaluation.max_tokens = 100 + 200 = 300"),
     ],
 )
@@ -126,6 +135,16 @@ def test_what_does_not_fit_is_said_with_what_does(folder: Path, assignments: lis
         assert found == ""
     else:
         assert message in found
+
+
+def test_workers_see_the_gpus_that_the_recipe_gives_them(folder: Path) -> None:
+    changes = ["learner.gpus=[3, 4]", "learner.ranks=2", "rollout.gpus=[0, 1, 5, 6]", "rollout.tensor_parallel=2"]
+    recipe = read_recipe(written(folder), [*changes, "coordinator.rollout_workers=2"])
+    assert problems(recipe) == []
+    shown = [
+        visible_gpus(recipe, *worker) for worker in (("learner", 0), ("rollout", 0), ("rollout", 1), ("reward", 0))
+    ]
+    assert [each.get("CUDA_VISIBLE_DEVICES") for each in shown] == ["3,4", "0,1", "5,6", None]
 
 
 def test_all_problems_are_listed_at_once(folder: Path) -> None:
