@@ -10,11 +10,13 @@ INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps
 # torch with a local version tag is not on the public index of Python packages.
 TORCH := $(shell grep '^torch==' $(LOCKS)/cpu.lock)
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# The contracts of the last release; `make release-protos` makes those of now the next.
+RELEASED := protos/released.binpb
 PROTOS := $(shell find protos/antiphon -name '*.proto')
 DEMO_RUN := addition-$(shell date +%m%d-%H%M%S)
 
 .DELETE_ON_ERROR:
-.PHONY: help setup protos dev check test test-all demo clean
+.PHONY: help setup protos dev check test test-all demo clean release-protos
 
 help:
 	@head -3 Makefile | cut -c3-
@@ -71,7 +73,12 @@ check: dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
+	$(BIN)/buf breaking --against $(RELEASED)
 	$(BIN)/pytest -q tests/unit/project
+
+release-protos: dev
+	$(BIN)/buf breaking --against $(RELEASED)
+	$(BIN)/buf build --exclude-source-info -o $(RELEASED)
 
 test: dev
 	$(BIN)/pytest -m "not slow" --durations=15
