@@ -52,6 +52,7 @@ from services.coordinator.publication import Published
 from services.learner.config import LearnerConfig
 from services.rollout.config import RolloutConfig
 from services.rollout.gpus import Gpu, engine_gpus
+from services.rollout.vllm_start import weight_bytes_of
 
 GIB = 2**30
 WRITE_SECONDS = 120.0
@@ -63,8 +64,9 @@ SETTLED = 3  # cycles after which memory should not move any more
 FLAT_SHARE = 0.01
 FLAT_BYTES = 8 << 20  # also of a small process: it remembers answers, a bounded number
 RESERVED_BYTES = 16 * GIB  # of the GPU, for what is under no tag: contexts, activations, workspaces, transfer buffers
-# Bytes per parameter of a bfloat16 learner: slices and whole weights; masters, two moments and gradients in float32.
-LEARNER_WEIGHTS, LEARNER_OPTIMIZER = 4, 16
+# Times the weights of a bfloat16 learner: slices and whole weights; masters, two moments and gradients in float32.
+LEARNER_WEIGHTS, LEARNER_OPTIMIZER = 2, 8
+TRAVELLING_OPTIMIZER = 6  # of which masters and moments are kept
 ROOM = 1.1  # of what is computed, for blocks that are larger than what is in them
 SAMPLES, TOKENS = 16, 32
 ROWS, ROW_TOKENS = 4, 256
@@ -107,6 +109,7 @@ def main() -> None:
     finally:
         if arguments.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
+        results.write(result, arguments.out)  # what was measured is kept, whatever becomes of its summary
         _summarise(result)
         print(json.dumps(result.summary, indent=1))
         print(f"written to {results.write(result, arguments.out)}")
@@ -116,15 +119,16 @@ async def _measure(arguments: argparse.Namespace, folder: Path, result: results.
     begin = time.monotonic()
     async with asyncio.timeout(arguments.limit_seconds + LATE_SECONDS):
         path = folder / "model"
-        parameters = await asyncio.to_thread(_written, path, arguments.shape, arguments.dtype, bool(gpus))
-        weight_bytes = parameters * {"float32": 4, "bfloat16": 2}[arguments.dtype]
+        await asyncio.to_thread(_written, path, arguments.shape, arguments.dtype, bool(gpus))
+        weight_bytes = weight_bytes_of(path, arguments.dtype)
+        parameters = weight_bytes // {"float32": 4, "bfloat16": 2}[arguments.dtype]
         result.parameters |= {"parameters": parameters, "weight_bytes": weight_bytes}
         _say(begin, f"the model of {parameters / 1e9:.2f} billion parameters is written")
-        sizes = model_sizes(gpus, parameters, weight_bytes, arguments.kv_gib) if gpus else ON_CPU
+        sizes = model_sizes(gpus, weight_bytes, arguments.kv_gib) if gpus else ON_CPU
         learner = LearnerConfig.model_validate(
             {"micro_batch_tokens": 2048, "optimizer": {"learning_rate": 1e-6}, "failed_linger_seconds": 1.0}
         )
-        kv_gib = arguments.kv_gib if gpus else 0.1
+        kv_gib = arguments.kv_gib if gpus else 0.02
         engine = RolloutConfig.model_validate(
             {"max_sequence_tokens": 1024, "kv_cache_gib": kv_gib, "eager": not arguments.graphs, "prefix_cache": False}
         )
@@ -144,14 +148,18 @@ async def _measure(arguments: argparse.Namespace, folder: Path, result: results.
             _say(begin, "done")
 
 
-def _written(path: Path, shape: str, dtype: str, on_gpu: bool) -> int:
-    """Writes a model with random weights, in a process that leaves nothing on the GPU; answers its parameters."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return int(pool.apply_async(write_random_model, (path, shape, dtype, on_gpu)).get(WRITE_SECONDS))
+def _written(path: Path, shape: str, dtype: str, on_gpu: bool) -> None:
+    """Writes a model with random weights, in a process that leaves nothing on the GPU."""
+    process = multiprocessing.get_context("spawn").Process(target=write_random_model, args=(path, shape, dtype, on_gpu))
+    process.start()
+    process.join(WRITE_SECONDS)
+    if process.exitcode != 0:
+        process.kill()
+        raise RuntimeError(f"the model was not written within {WRITE_SECONDS:.0f} s: exit code {process.exitcode}")
 
 
-def write_random_model(path: Path, shape: str, dtype: str, on_gpu: bool) -> int:
-    """A folder that learner and engine start from; answers how many parameters it has."""
+def write_random_model(path: Path, shape: str, dtype: str, on_gpu: bool) -> None:
+    """A folder that learner and engine start from."""
     import torch
     import transformers
 
@@ -161,13 +169,12 @@ def write_random_model(path: Path, shape: str, dtype: str, on_gpu: bool) -> int:
     with torch.device("cuda" if on_gpu else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(path)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
-def model_sizes(gpus: Sequence[Gpu], parameters: int, weight_bytes: int, kv_gib: float) -> Sizes:
-    """What is granted of the first GPU: somewhat more than each tag takes there."""
+def model_sizes(gpus: Sequence[Gpu], weight_bytes: int, kv_gib: float) -> Sizes:
+    """What is granted of the first GPU for a bfloat16 model: somewhat more than each tag takes there."""
     gpu = gpus[0]
-    learner = {WEIGHTS: LEARNER_WEIGHTS * parameters, OPTIMIZER: LEARNER_OPTIMIZER * parameters}
+    learner = {WEIGHTS: LEARNER_WEIGHTS * weight_bytes, OPTIMIZER: LEARNER_OPTIMIZER * weight_bytes}
     engine = {WEIGHTS: weight_bytes, KV: kv_gib * GIB}
     return Sizes(
         learner={tag: {gpu.uuid: int(size * ROOM) + GIB // 2} for tag, size in learner.items()},
@@ -476,9 +483,8 @@ def _summarise(result: results.Result) -> None:
     """What follows from the samples that there are; a run that broke off has some of them."""
     samples, summary = result.samples, result.summary
     weight_bytes = int(result.parameters.get("weight_bytes", 0))
-    parameters = int(result.parameters.get("parameters", 0))
     summary["cycles"] = len(samples.get("cycles", []))
-    travelling = {"weights": weight_bytes, "optimizer": 12 * parameters}
+    travelling = {"weights": weight_bytes, "optimizer": TRAVELLING_OPTIMIZER * weight_bytes}
     travelling["optimizer_weights"] = sum(travelling.values())
     for group in ("cycles", "apart", "level_1"):
         # The first of each group pins memory or makes moments.
@@ -515,7 +521,7 @@ def _bytes_of(name: str, rows: Iterable[dict[str, Any]], travelling: dict[str, i
     sizes = [row[f"{stem}_bytes"] for row in rows if row.get(f"{stem}_bytes")]
     if not sizes:
         return 0.0
-    if "_learner_" in stem:
+    if "_learner_sleep_" in stem or "_learner_wake_" in stem:
         if stem.startswith("wake_optimizer_"):  # it names the weights too, which are awake
             return float(travelling["optimizer"])
         return float(travelling[stem.partition("_sleep_")[2] or stem.partition("_wake_")[2]])

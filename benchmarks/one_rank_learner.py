@@ -133,7 +133,6 @@ class OneRankLearner:
             self._model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
         self._weights: dict[str, torch.Tensor] = dict(self._model.state_dict(keep_vars=True))
         self._epoch = 0
-        self._groups: dict[RolloutClient, tuple[int, Sender]] = {}
         self._vocabulary = config.vocab_size
         self.bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._probe = [(7 * i + 3) % self._vocabulary for i in range(PROBE_TOKENS)]
@@ -142,9 +141,9 @@ class OneRankLearner:
     async def publish(
         self, engine: RolloutClient, version: int, token: grant_pb2.GrantToken | None = None
     ) -> Publication:
-        """A whole publication, verified by the engine, over one group for each engine: the first one joins it."""
+        """A whole publication, verified by the engine, over a group of its own."""
         begin = time.monotonic()
-        epoch, sender = self._groups.get(engine) or await self._join(engine, token)
+        epoch, sender = await self._join(engine, token)
         await engine.begin_update(
             rollout_pb2.BeginUpdateRequest(
                 request_id=new_request_id(),
@@ -171,13 +170,8 @@ class OneRankLearner:
             ),
             WAIT_SECONDS,
         )
+        sender.close()
         return Publication(sent - sending, time.monotonic() - begin, committed)
-
-    def close(self) -> None:
-        """Leaves all groups."""
-        for _, sender in self._groups.values():
-            sender.close()
-        self._groups.clear()
 
     async def _join(self, engine: RolloutClient, token: grant_pb2.GrantToken | None) -> tuple[int, Sender]:
         from services.common.weights.sender import Sender
@@ -194,8 +188,7 @@ class OneRankLearner:
         names = [*answer.unknown_tensors, *answer.missing_tensors, *answer.differing_tensors]
         if names:
             raise RuntimeError(f"tensors that do not match: {names[:10]}")
-        self._groups[engine] = self._epoch, await connecting
-        return self._groups[engine]
+        return self._epoch, await connecting
 
     def _describe(self, address: str) -> transfer_pb2.TransferManifest:
         from services.common.weights.manifest import element_type

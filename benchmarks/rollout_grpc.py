@@ -224,7 +224,6 @@ async def _measure(arguments: argparse.Namespace, folder: Path, result: results.
                 print(f"published in {publication.total_seconds:.2f} s", flush=True)
             await owner.close()
             await _rounds(arguments, direct, served, result)
-            learner.close()
     finally:
         direct.close()
 

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 JUDGE_SECONDS = 0.3
 """After the first sign of a loss the others have so long to give theirs, so that the cause is told from its echoes."""
+DYING_SECONDS = 10.0
+"""A process that used a GPU closes its connection first, and takes seconds to end: how it ended is the cause."""
 STOP_SECONDS = 5.0
 WATCH_PERIOD_SECONDS = 1.0
 TRACEBACK_CHARACTERS = 1000
@@ -170,6 +172,8 @@ class RankProcesses:
         self._next_id = 1
         self._last_word = time.monotonic()
         self._losses: list[_Loss] = []
+        self._rank_ended = asyncio.Event()
+        """Some rank's process has."""
         self._problem: str | None = None
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -326,6 +330,7 @@ class RankProcesses:
             sign = _Sign.DIED_AFTER_FAILING if failed else _Sign.DIED_SILENTLY
             text = f"rank {rank.number} (pid {rank.process.pid}) {_ended(code)}; log: {rank.log}"
             self._lost(sign, rank.number, text)
+            self._rank_ended.set()
 
     async def _watch_silence(self) -> None:
         while True:
@@ -348,6 +353,12 @@ class RankProcesses:
     async def _judge(self) -> None:
         """Finds the cause among the signs: the first of the likeliest kind."""
         await asyncio.sleep(JUDGE_SECONDS)
+        if all(loss.sign is _Sign.CLOSED for loss in self._losses):
+            try:
+                async with asyncio.timeout(DYING_SECONDS):
+                    await self._rank_ended.wait()
+            except TimeoutError:
+                pass
         self._end_all(min(self._losses, key=lambda loss: loss.sign).text)
 
     def _end_all(self, problem: str) -> None:

@@ -188,9 +188,13 @@ def ask(request_id: str = "r", **fields: Any) -> rollout_pb2.GenerateRequest:
 
 
 @asynccontextmanager
-async def make_client(engine: MemoryEngine, folder: Path, **settings: Any) -> AsyncIterator[Client]:
+async def make_client(
+    engine: MemoryEngine, folder: Path, *, shares_gpus: bool = False, **settings: Any
+) -> AsyncIterator[Client]:
     process = ProcessConfig[RolloutConfig](
-        service=ServiceConfig(run_id="test", worker_id="rollout-0", run_dir=folder, nats_url="nats://127.0.0.1:1"),
+        service=ServiceConfig(
+            run_id="test", worker_id="rollout-0", run_dir=folder, nats_url="nats://127.0.0.1:1", shares_gpus=shares_gpus
+        ),
         model=ModelConfig(path="nowhere", dtype="float32"),
         settings=RolloutConfig(**{"max_outstanding": 20, **settings}),
     )
@@ -792,6 +796,7 @@ async def on_gpus(tmp_path: Path) -> AsyncIterator[Client]:
     """A worker on two devices, READY with version 0."""
     async with make_client(MemoryEngine(gpus=2), tmp_path) as client:
         await client.publish(1, 0)
+        client.guard.told.clear()
         yield client
 
 
@@ -860,21 +865,23 @@ async def test_discarded_weights_come_back_stale_and_the_commit_wakes_the_rest(o
 async def test_an_update_that_breaks_leaves_the_rest_asleep(on_gpus: Client) -> None:
     await on_gpus.sleep(discard=True)
     await on_gpus.wake(WEIGHTS)
-    await on_gpus.begin(1, 1)
+    await on_gpus.join(2)
+    await on_gpus.begin(2, 1)
     on_gpus.engine.break_transfer(Unavailable("rank 0 went away"))
     await on_gpus.until(lambda: on_gpus.rollout.life.state == STALE)
     assert list((await on_gpus.state()).asleep) == [KV]
     await on_gpus.sleep(discard=True)  # from there it can be put to sleep again
     assert list((await on_gpus.state()).asleep) == [WEIGHTS, KV]
     await on_gpus.wake(WEIGHTS)
-    await on_gpus.publish(2, 1)
+    await on_gpus.publish(3, 1)
     assert len(await on_gpus.generate(ask())) == 3
 
 
 async def test_too_little_memory_for_keys_and_values_fails_the_commit(on_gpus: Client) -> None:
     await on_gpus.sleep(discard=True)
     await on_gpus.wake(WEIGHTS)
-    await on_gpus.begin(1, 1)
+    await on_gpus.join(2)
+    await on_gpus.begin(2, 1)
     on_gpus.engine.deliver()
     on_gpus.engine.devices[1].others = 200
     with pytest.raises(Overloaded, match=r"GPU-1: KV need .* are missing"):
@@ -882,8 +889,27 @@ async def test_too_little_memory_for_keys_and_values_fails_the_commit(on_gpus: C
     state = await on_gpus.state()
     assert (state.state, list(state.asleep)) == (STALE, [KV])
     on_gpus.engine.devices[1].others = 100
-    await on_gpus.publish(2, 1)
+    await on_gpus.publish(3, 1)
     assert (await on_gpus.state()).state == READY
+
+
+async def test_what_sleeps_has_left_its_transfer_group(on_gpus: Client) -> None:
+    await on_gpus.sleep()
+    await on_gpus.wake()
+    with pytest.raises(Conflict, match="epoch 1 was left or broke"):
+        await on_gpus.begin(1, 1)
+    await on_gpus.publish(2, 1)
+    await on_gpus.begin(2, 2)  # where nobody shares the GPUs a group serves more than one publication
+
+
+async def test_on_shared_gpus_a_group_lasts_for_one_publication(tmp_path: Path) -> None:
+    async with make_client(MemoryEngine(gpus=1), tmp_path, shares_gpus=True) as client:
+        await client.publish(1, 0)
+        assert (await client.state()).state == READY
+        with pytest.raises(Conflict, match="epoch 1 was left or broke"):
+            await client.begin(1, 1)
+        await client.publish(2, 1)
+        assert [what for what, _, _ in client.guard.told] == ["woke", "woke"]  # though nothing slept
 
 
 async def test_a_wake_without_room_touches_nothing(on_gpus: Client) -> None:

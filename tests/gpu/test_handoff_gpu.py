@@ -20,6 +20,7 @@ from services.common.weights.store import bind_store
 from services.learner.config import LearnerConfig
 from services.rollout.config import RolloutConfig
 from services.rollout.gpus import engine_gpus
+from services.rollout.vllm_start import weight_bytes_of
 from tests.gpu.mapping_reader import map_and_stay
 from tests.unit.weights.pipe_processes import FORKED, make_manifest
 
@@ -34,11 +35,11 @@ SAME_BYTES = 32 << 20  # two looks at the same state may differ by so much
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedNode]:
     folder: Path = tmp_path_factory.mktemp("node")
-    parameters = write_random_model(folder / "model", "135m", "bfloat16", on_gpu=True)
+    write_random_model(folder / "model", "135m", "bfloat16", on_gpu=True)
     model = ModelConfig(path=str(folder / "model"), dtype="bfloat16")
     learner = LearnerConfig.model_validate({"micro_batch_tokens": 1024, "failed_linger_seconds": 1.0})
     engine = RolloutConfig.model_validate({"max_sequence_tokens": 1024, "kv_cache_gib": KV_GIB, "eager": True})
-    sizes = model_sizes(engine_gpus(), parameters, 2 * parameters, KV_GIB)
+    sizes = model_sizes(engine_gpus(), weight_bytes_of(folder / "model", "bfloat16"), KV_GIB)
     async with started(folder / "run", model, learner, engine, sizes) as node:
         await node.load()
         await node.refill(0)

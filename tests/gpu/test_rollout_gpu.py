@@ -85,7 +85,6 @@ async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
         it = Live(client, rollout, learner)
         await it.publish()
         yield it
-        learner.close()
 
 
 async def test_state_tells_the_device_and_what_is_held_there(live: Live) -> None:

@@ -31,12 +31,12 @@ class CudaIpcGroup:
         self._receivers = size - 1
         self._device = device
         self._closed = threading.Event()
-        self._exports: list[torch.Tensor] = []
+        self._exports: list[torch.UntypedStorage] = []
         store = meeting.store
         with torch.cuda.device(device):
             if self._is_root:
                 self._buffers = _exportable(largest, device)
-                self._exports = [_Uncounted.view(buffer) for buffer in self._buffers]
+                self._exports = [_borrowed(buffer) for buffer in self._buffers]
                 store.set("handles", json.dumps([_exported(export) for export in self._exports]))
             else:
                 handles = Pending(-1, "the handles of the sender's memory", None, torch.empty(0))
@@ -108,29 +108,21 @@ def _exportable(size: int, device: torch.device) -> list[torch.Tensor]:
             change("expandable_segments:True")
 
 
-class _Uncounted:
-    """A buffer as CUDA names it.
+def _borrowed(buffer: torch.Tensor) -> torch.UntypedStorage:
+    """A buffer's memory, owned by the buffer alone.
 
     torch keeps exported memory until its readers have counted down to 0: a reader that was killed never does, and two
-    count below. So what torch exports is a view that owns nothing, and the root's buffers go when the root leaves.
+    count below. So what torch exports owns nothing, and the root's buffers go when the root leaves.
     """
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": tuple(buffer.shape),
-            "typestr": "|u1",
-            "data": (buffer.data_ptr(), False),
-            "version": 2,
-        }
-
-    @classmethod
-    def view(cls, buffer: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(cls(buffer), device=buffer.device)
+    storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
+        buffer.data_ptr(), buffer.device, buffer.numel()
+    )
+    return storage
 
 
-def _exported(buffer: torch.Tensor) -> dict[str, Any]:
+def _exported(storage: torch.UntypedStorage) -> dict[str, Any]:
     """What another process needs to map it, as plain values."""
-    _, handle, size, offset, counter, counter_offset, event, _ = buffer.untyped_storage()._share_cuda_()
+    _, handle, size, offset, counter, counter_offset, event, _ = storage._share_cuda_()
     return {
         "handle": handle.hex(),
         "bytes": size,

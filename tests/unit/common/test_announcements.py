@@ -272,19 +272,20 @@ async def test_a_cancellation_that_the_library_swallows_still_ends_the_tasks(
 ) -> None:
     """Before Python 3.12 asyncio.wait_for, which nats-py uses, drops one that comes together with the answer."""
     swallowed = 0
-    under_way = 0
+    holding = False
+    held = asyncio.Event()
 
     def swallowing(function: Any) -> Any:
         async def call(*arguments: Any, **named: Any) -> Any:
-            nonlocal swallowed, under_way
-            under_way += 1
+            nonlocal swallowed
             try:
+                if holding:
+                    held.set()
+                    await asyncio.Event().wait()  # until it is cancelled, and nowhere else
                 return await function(*arguments, **named)
             except asyncio.CancelledError:
                 swallowed += 1
                 raise TimeoutError from None
-            finally:
-                under_way -= 1
 
         return call
 
@@ -294,10 +295,11 @@ async def test_a_cancellation_that_the_library_swallows_still_ends_the_tasks(
     async with running(registry.run()):
         async with running(announcer(bus).run()):
             await seen(registry, lambda: ids(registry) == ["rollout-0"])
+        holding = True
         async with asyncio.timeout(5):
-            while not under_way:  # noqa: ASYNC110 - the cancellation must come while the library waits
-                await asyncio.sleep(0)
+            await held.wait()
     assert swallowed >= 1
+    holding = False
     one = announcer(bus, describe=lambda _: told.set())
     told = asyncio.Event()
     async with running(one.run()):
