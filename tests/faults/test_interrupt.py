@@ -29,7 +29,7 @@ from tests.tiny import models, task
 
 START_SECONDS = 240.0  # until the wanted phase, on a busy machine
 GONE_SECONDS = 30.0
-FAST = {("interrupt the group", "train"), ("interrupt the parent", "start"), ("kill the parent", "start")}
+FAST = {("interrupt the parent", "start"), ("kill the parent", "start")}
 CELLS = [
     pytest.param(
         how, phase, id=f"{how}-{phase}".replace(" ", "-"), marks=[] if (how, phase) in FAST else [pytest.mark.slow]

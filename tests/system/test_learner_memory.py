@@ -43,7 +43,7 @@ def check(seen: dict) -> None:
     assert "nothing was taken" in slept["overloaded"] and "bytes are wanted on GPU-" in slept["overloaded"]
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, "bfloat16"), (2, "float32")])
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "bfloat16"), pytest.param(2, "float32", marks=pytest.mark.slow)])
 def test_a_step_after_sleep_is_the_step_that_would_have_been(tmp_path, ranks, dtype):
     for seen in run_ranks(tmp_path, ranks=ranks, dtype=dtype):
         check(seen)

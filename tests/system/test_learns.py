@@ -265,7 +265,7 @@ def test_a_model_learns_through_four_services(inputs: Inputs, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("assignments", "modules"),
     [
-        pytest.param(["learner.optimizer.learning_rate=0"], {}, id="learning rate 0"),
+        pytest.param(["learner.optimizer.learning_rate=0"], {}, id="learning rate 0", marks=pytest.mark.slow),
         pytest.param([], {"coordinator": "tests.system.dropped_publication"}, id="publication dropped"),
     ],
 )

@@ -379,8 +379,14 @@ class Service:
 
     def engine_cores(self) -> list[psutil.Process]:
         """Children that multiprocessing spawned, whatever they call themselves by now; not its resource tracker."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+        return [child for child in psutil.Process(self.process.pid).children(recursive=True) if is_engine_core(child)]
+
+
+def is_engine_core(child: psutil.Process) -> bool:
+    try:
+        return "resource_tracker" not in " ".join(child.cmdline())
+    except psutil.NoSuchProcess:  # vLLM asks short-lived programs about the machine
+        return False
 
 
 @pytest.fixture
@@ -414,7 +420,7 @@ def loads_torch(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize("moment", ["start", "serve"])
+@pytest.mark.parametrize("moment", ["start", pytest.param("serve", marks=pytest.mark.slow)])
 async def test_kill_9_of_the_service_leaves_no_engine_core(service: Service, moment: str) -> None:
     end = time.monotonic() + 120
     up = "STARTING -> STALE"

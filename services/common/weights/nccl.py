@@ -83,8 +83,7 @@ class NcclGroup:
     def wait(self, pending: Pending, end: float) -> torch.Tensor:
         # torch counts a message that failed as completed, and answers neither `exception` nor `is_success` for NCCL any
         # more: what arrived is judged by its digest.
-        assert pending.work is not None
-        polled(lambda: self._group is None or pending.work.is_completed(), self._meeting, pending, end)  # type: ignore[union-attr]
+        polled(lambda: self._group is None or self._is_over(pending), self._meeting, pending, end)
         if self._group is None:
             raise Unavailable(f"{self._meeting.name}: closed while {pending.what} was under way")
         return pending.message
@@ -109,8 +108,22 @@ class NcclGroup:
         options.rootRank = ROOT
         options.rootTensor = 0
         options.asyncOp = True
-        with torch.cuda.device(self._device):
-            return Pending(number, what, group.broadcast([message], options), message)
+        try:
+            with torch.cuda.device(self._device):
+                return Pending(number, what, group.broadcast([message], options), message)
+        except RuntimeError as error:
+            raise self._failed(what, error) from error
+
+    def _is_over(self, pending: Pending) -> bool:
+        assert pending.work is not None
+        try:
+            return bool(pending.work.is_completed())
+        except RuntimeError as error:
+            raise self._failed(pending.what, error) from error
+
+    def _failed(self, what: str, error: RuntimeError) -> Unavailable:
+        """NCCL sees some deaths of peers by itself."""
+        return Unavailable(f"{self._meeting.name}: {what} failed in NCCL ({first_line(error)}); make a new epoch")
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class Receiver:
                 for rank, message in pending.items():
                     self._groups[rank].release(message)
         except BaseException as error:
-            self.close(str(error) or type(error).__name__)
+            self.close("a receiver stopped taking" if isinstance(error, GeneratorExit) else str(error) or repr(error))
             raise
         self._digest = digest.value()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.learner import logprob_head
 from services.learner.logprob_head import LogprobHead
@@ -62,3 +63,33 @@ def test_bfloat16_weights(hidden_dtype):
     tolerance = 2e-2 if hidden_dtype == torch.bfloat16 else 1e-4
     assert (logprobs.double() - want[0]).abs().mean() < tolerance
     assert (head.weight.grad.double() - want[3]).norm() / want[3].norm() < 2e-2
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor of floating-point numbers that any operation answers."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        answer = func(*args, **(kwargs or {}))
+        for each in answer if isinstance(answer, tuple | list) else [answer]:
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                self.elements = max(self.elements, each.numel())
+        return answer
+
+
+def test_no_tensor_grows_with_tokens_times_vocabulary(monkeypatch):
+    """Forward and backward hold the logits of one chunk, however many tokens there are."""
+    vocabulary, width, chunk_tokens = 5000, 8, 16
+    monkeypatch.setattr(logprob_head, "CHUNK_LOGITS", chunk_tokens * vocabulary)
+    for tokens in (100, 3000):
+        hidden = torch.randn(tokens, width, requires_grad=True)
+        head = LogprobHead(torch.nn.Parameter(torch.randn(vocabulary, width)))
+        with Largest() as forward:
+            logprobs, _ = head(hidden, torch.randint(0, vocabulary, (tokens,)), 1.0)
+        with Largest() as backward:
+            logprobs.sum().backward()
+        for largest in (forward, backward):
+            assert chunk_tokens * vocabulary <= largest.elements < 2 * chunk_tokens * vocabulary

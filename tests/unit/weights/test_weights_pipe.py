@@ -22,14 +22,23 @@ ONE_TENSOR, TEN_KIB, ALL = 1, 10 * 1024, 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("bucket_bytes", "dtype", "receivers"),
-    [(ONE_TENSOR, torch.float32, 1), (TEN_KIB, torch.bfloat16, 2), (ALL, torch.float32, 1)],
+    ("senders", "bucket_bytes", "dtype", "receivers"),
+    [
+        (1, ALL, torch.float32, 2),
+        (2, ONE_TENSOR, torch.float32, 1),
+        (2, TEN_KIB, torch.bfloat16, 2),
+        (2, ALL, torch.float32, 1),
+        (3, TEN_KIB, torch.float32, 1),
+        (4, ALL, torch.bfloat16, 1),
+    ],
 )
-def test_slices_of_two_ranks_make_the_whole_model(bucket_bytes: int, dtype: torch.dtype, receivers: int) -> None:
+def test_the_slices_of_all_ranks_make_the_whole_model(
+    senders: int, bucket_bytes: int, dtype: torch.dtype, receivers: int
+) -> None:
     expected = make_model(1, dtype)
-    with learner(dtype=dtype) as ranks:
+    with learner(senders, dtype=dtype) as ranks:
         manifest = make_manifest(
-            ranks.address, sender_ranks=2, receiver_ranks=receivers, bucket_bytes=bucket_bytes, dtype=dtype
+            ranks.address, sender_ranks=senders, receiver_ranks=receivers, bucket_bytes=bucket_bytes, dtype=dtype
         )
         ranks.tell(manifest.SerializeToString())
         ends = join(manifest, receivers)
@@ -37,7 +46,7 @@ def test_slices_of_two_ranks_make_the_whole_model(bucket_bytes: int, dtype: torc
             ranks.tell("send")
             with ThreadPoolExecutor() as threads:
                 results = list(threads.map(take, ends))
-            reports = [ranks.answer(rank) for rank in range(2)]
+            reports = [ranks.answer(rank) for rank in range(senders)]
             whole = add_digests(*(tensor_digest(n, t.reshape(-1), 0) for n, t in expected.items()))
             for end, got in zip(ends, results, strict=True):
                 assert_same(got, expected)  # the alias lm_head.weight is not among them
