@@ -12,6 +12,7 @@ them is left when either side sleeps.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -233,8 +234,8 @@ def choose_transport(
 ) -> transfer_pb2.Transport:
     """What carries the weights: what the configuration says, or for "auto" what fits the devices.
 
-    gloo where nobody is on a GPU; CUDA IPC where an engine is on a GPU of the learner's, since NCCL refuses two ranks
-    of a group on one GPU; NCCL else. Raises InvalidRequest where some are on GPUs and some are not.
+    gloo where nobody is on a GPU; CUDA IPC where two of them are on one GPU, since NCCL refuses two ranks of a group
+    there; NCCL else. Raises InvalidRequest where some are on GPUs and some are not.
     """
     if wanted != "auto":
         return _TRANSPORTS[wanted]
@@ -246,7 +247,7 @@ def choose_transport(
             f"learner and engines: {sum(map(bool, gpus))} of {len(gpus)} are on GPUs, the others on CPU; "
             "no transport carries weights between the two"
         )
-    if any(gpus[0] & theirs for theirs in gpus[1:]):
+    if any(one & other for one, other in itertools.combinations(gpus, 2)):
         return transfer_pb2.TRANSPORT_CUDA_IPC
     return transfer_pb2.TRANSPORT_NCCL
 

@@ -153,8 +153,8 @@ class Learner:
                 f"and at most {MOST_RECEIVER_RANKS} ranks"
             )
         _check_deadline(f"epoch {request.epoch}", request.deadline_seconds)
-        if request.transport == transfer_pb2.TRANSPORT_UNSPECIFIED:
-            raise InvalidRequest(f"epoch {request.epoch}: no transport is named; expected one of types.v1.Transport")
+        if request.transport not in TRANSPORTS:
+            raise InvalidRequest(f"epoch {request.epoch}: transport {request.transport}; expected one of {TRANSPORTS}")
         now = self._epoch
         if now is not None and request.epoch < now.request.epoch:
             raise Conflict(f"epoch {request.epoch} is over: this learner is in epoch {now.request.epoch}")

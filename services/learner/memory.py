@@ -49,7 +49,12 @@ class LearnerMemory:
             raise Conflict(f"{what}: {_names(missing)} sleeps; wake it first, under a grant that names it")
 
     async def say_loaded(self) -> None:
-        """Says what the ranks took when they loaded the model; when NATS is away, the guard says it later."""
+        """Says what the ranks took when they loaded the model; when NATS is away, the guard says it later.
+
+        Raises Unavailable when a rank does not say what it took.
+        """
+        if not self._guard.shares_gpus:
+            return
         response = tenant_pb2.WakeResponse()
         for device in await self.devices():
             held = sum(part.bytes for part in device.held)

@@ -37,6 +37,8 @@ class WeightTransfer:
         self._epoch: int | None = None
         self._store: Store | None = None
         self._sender: Sender | None = None
+        self._left = threading.Event()
+        """Set when the group that is being made, or is there, is to be left."""
 
     def join(self, request: learner_pb2.JoinTransferRequest, host: str) -> transfer_pb2.TransferManifest | None:
         """Leaves the older group. Rank 0 binds the store of the new epoch and answers with the manifest.
@@ -52,6 +54,7 @@ class WeightTransfer:
             )
         with self._lock:
             self._leave()
+            self._left = threading.Event()
             self._epoch = request.epoch
             if self._rank != 0:
                 return None
@@ -70,8 +73,10 @@ class WeightTransfer:
         """Blocks until every receiver came. Raises Unavailable when one did not, Conflict when a newer epoch began."""
         with self._lock:
             self._check(manifest.epoch)
-            store = self._store
-        sender = Sender(manifest, self._rank, device=self._device, store=store, deadline_seconds=deadline_seconds)
+            store, left = self._store, self._left
+        sender = Sender(
+            manifest, self._rank, device=self._device, store=store, left=left, deadline_seconds=deadline_seconds
+        )
         with self._lock:
             if self._epoch != manifest.epoch:
                 sender.close()
@@ -105,6 +110,7 @@ class WeightTransfer:
             raise Conflict(f"epoch {epoch} is over: rank {self._rank} is {now}; make a new one")
 
     def _leave(self) -> None:
+        self._left.set()
         if self._sender is not None:
             self._sender.close()
         self._sender = None

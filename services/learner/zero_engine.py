@@ -6,11 +6,12 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
-# Set before DeepSpeed looks around: without a GPU there is nothing to detect, and no kernel to compile.
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
+import torch
+
+# Set before DeepSpeed looks around: it takes the GPU of a host whose torch is built for CPU.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 import deepspeed
-import torch
 
 from services.learner.config import OptimizerConfig
 from services.learner.policy_model import PolicyModel

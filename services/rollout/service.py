@@ -170,8 +170,9 @@ class TenantServicer(tenant_pb2_grpc.TenantServiceServicer):
         validation.check_request("Wake", request.request_id, request.deadline_seconds)
 
         async def work(_: Report) -> tenant_pb2.WakeResponse:
-            tags = sleeping.wakeable(request.tags)
-            async with self._guard.moving(request.token, tags):
+            async with self._guard.moving(request.token):
+                tags = sleeping.wakeable(request.tags)  # of what sleeps now: a Sleep may have been under way before
+                await self._guard.check(request.token, tags)
                 change = await sleeping.wake(tags, deadline_seconds=request.deadline_seconds)
                 response = tenant_pb2.WakeResponse(devices=_devices(change), seconds=change.seconds)
                 await self._guard.woke(response, tags)

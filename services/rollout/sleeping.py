@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from antiphon.types.v1.grant_pb2 import MEMORY_TAG_KV, MEMORY_TAG_WEIGHTS, MemoryTag
 
-from services.common.errors import AntiphonError, Conflict, InvalidRequest, Overloaded
+from services.common.errors import AntiphonError, Conflict, Expired, InvalidRequest, Overloaded
 from services.rollout.engine import DeviceMemory, Engine, EngineDead
 from services.rollout.gate import Gate
 from services.rollout.states import ASLEEP, FAILED, READY, STALE, STOPPING, UPDATING, Life
@@ -27,6 +27,8 @@ ALL_TAGS = frozenset((MEMORY_TAG_WEIGHTS, MEMORY_TAG_KV))
 FREED_SHARE = 0.9
 """Of what the tags held, this much must come free, by the driver."""
 RETRY_AFTER_SECONDS = 1.0
+ENGINE_SECONDS = 120.0
+"""An engine that takes its memory and is not done by then is torn."""
 # The same kernels on the same weights in the same batch give the same bits; this is room for a library that does not.
 PROBE_TOLERANCE = 1e-6
 _GIB = 2**30
@@ -128,16 +130,16 @@ class Sleeping:
         return change
 
     async def wake(self, tags: Collection[MemoryTag], *, deadline_seconds: float) -> Change:
-        """Takes the memory of the tags again; without any, of all that may be woken.
+        """Takes the memory of the tags again, which are as `wakeable` answered; of none, nothing.
 
         When all is awake the probe of the last commit is generated again: READY when it gives the same as then, else
         STALE. Over discarded weights: STALE at once, and keys and values go on sleeping until a commit.
         Raises InvalidRequest (keys and values over weights that sleep or were discarded), Conflict (an update is under
-        way), Overloaded (too little free memory: nothing was woken), EngineDead.
+        way), Overloaded (too little free memory) or Expired (the deadline has passed): then nothing was woken;
+        EngineDead. The deadline bounds what comes before memory is taken, and the probe.
         """
-        wanted = self.wakeable(tags)
         async with self._lock:
-            wanted &= self._asleep
+            wanted = (self.wakeable(tags) if tags else set()) & self._asleep
             if not wanted:
                 return Change()
             self._refuse_while_updating("Wake")
@@ -155,7 +157,8 @@ class Sleeping:
         """Wakes keys and values over weights that were just loaded; None when they are awake. Raises as `wake` does."""
         if MEMORY_TAG_KV not in self._asleep:
             return None
-        return await self._wake({MEMORY_TAG_KV}, time.monotonic() + deadline_seconds)
+        async with self._lock:
+            return await self._wake({MEMORY_TAG_KV}, time.monotonic() + deadline_seconds)
 
     def wakeable(self, tags: Collection[MemoryTag]) -> set[MemoryTag]:
         """The tags themselves, or without any all that sleep and may be woken. Raises InvalidRequest as `wake` does."""
@@ -195,8 +198,13 @@ class Sleeping:
                     RETRY_AFTER_SECONDS,
                 )
         begin = time.monotonic()
+        if begin >= end:
+            raise Expired(
+                f"Wake: the deadline passed before {_named(tags)} could be taken; nothing was woken, ask again"
+            )
         try:
-            await self._engine.wake(tags, deadline_seconds=max(end - begin, 0.001))
+            # Not the caller's deadline: memory that is half taken is of no use to anybody.
+            await self._engine.wake(tags, deadline_seconds=ENGINE_SECONDS)
             after = await self._engine.memory()
             _require_awake(after, tags)
         except AntiphonError as error:

@@ -33,6 +33,8 @@ from services.rollout.transfer_group import TransferGroup
 
 logger = logging.getLogger(__name__)
 
+LATE_SECONDS = 5.0
+"""After the deadline that the workers keep; a socket that stands still keeps them from it."""
 WAKE_SECONDS = 60.0  # longest wait for keys and values to wake in a commit
 
 
@@ -211,6 +213,8 @@ class Updates:
         loading = time.monotonic()
         await self._engine.load(policy.version)
         load_seconds = time.monotonic() - loading
+        if update.failure is not None:  # a newer epoch ended it, and the engine may be asleep by now
+            raise update.failure
         kv_woken = await self._sleeping.wake_kv(deadline_seconds=WAKE_SECONDS)
         probing = time.monotonic()
         ours = await self._probed(probe)
@@ -243,7 +247,12 @@ class Updates:
 
     async def _watch(self, update: Update) -> None:
         try:
-            update.received = await self._engine.received()
+            async with asyncio.timeout(max(update.end - time.monotonic(), 0.0) + LATE_SECONDS):
+                update.received = await self._engine.received()
+        except TimeoutError:
+            message = f"the transfer of version {update.version} was not given up at its deadline: it stands still"
+            await self._fail(update, Expired(message))
+            return
         except EngineDead as error:
             await self._fail(update, error)
             return

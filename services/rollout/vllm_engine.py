@@ -43,6 +43,7 @@ ANSWER_SECONDS = 60.0
 LOAD_SECONDS = 300.0
 SLEEP_SECONDS = 120.0  # the first time the copy in host memory is pinned: 13 s for 15 GB
 SHUTDOWN_SECONDS = 2.0
+LATE_SECONDS = 5.0  # after a deadline that the workers keep themselves
 # vLLM raises a temperature between 0 and 0.01 to 0.01, and refuses more than 2.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 # What vLLM calls them.
@@ -57,6 +58,8 @@ class VllmEngine:
         self._info = info
         self._running: set[str] = set()
         self._torn: str | None = None
+        self._busy_until = 0.0
+        """Of time.monotonic: when the longest call that was begun must have ended."""
 
     @classmethod
     async def start(cls, process: ProcessConfig[RolloutConfig]) -> VllmEngine:
@@ -158,7 +161,13 @@ class VllmEngine:
                 )
             )
         )
-        await self._reached("joined", 0.0)
+        try:
+            async with asyncio.timeout(deadline_seconds + LATE_SECONDS):
+                await self._reached("joined", 0.0)
+        except TimeoutError:
+            raise Unavailable(
+                f"epoch {manifest.epoch}: joining was not given up at its deadline: it stands still"
+            ) from None
 
     async def begin_receive(self, *, deadline_seconds: float) -> None:
         await self._on_workers("antiphon_receive", deadline_seconds)
@@ -255,15 +264,23 @@ class VllmEngine:
         """A call to the engine core, with its errors as ours: EngineDead, or Internal for what it raised."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        begin = time.monotonic()
+        # The core does one thing after the other: who asks during a long load waits for its end first.
+        limit = max(0.0, self._busy_until - begin) + limit_seconds
+        if limit_seconds > ANSWER_SECONDS:
+            self._busy_until = begin + limit
         try:
-            async with asyncio.timeout(limit_seconds):
+            async with asyncio.timeout(limit):
                 return await call
         except TimeoutError:
-            raise self._dead(f"vLLM's engine core did not answer within {limit_seconds:.0f} s") from None
+            raise self._dead(f"vLLM's engine core did not answer within {limit:.0f} s") from None
         except EngineDeadError as error:
             raise EngineDead(self.problem() or str(error)) from error
         except Exception as error:
             raise Internal(f"vLLM's engine core failed: {error}") from error
+        finally:
+            if limit_seconds > ANSWER_SECONDS:
+                self._busy_until = 0.0
 
     async def _reached(self, phase: str, wait_seconds: float) -> list[dict[str, Any]]:
         """The states of all workers once they are in `phase`; they wait with deadlines of their own."""

@@ -76,7 +76,7 @@ class Transfer:
         self._take = take
         self._allocated_before = _allocated(device)
         self._receiver: Receiver | None = None
-        self._closed = False
+        self._left = threading.Event()
         self._state: dict[str, Any] = {}
         self._idle = threading.Event()
         self._thread = threading.Thread()
@@ -100,7 +100,7 @@ class Transfer:
 
     def close(self) -> None:
         """Leaves the group; a thread that waits for others ends by itself, soon or at its deadline."""
-        self._closed = True
+        self._left.set()
         self._idle.set()
         self._state = {"phase": "failed", "error": "Unavailable", "message": "the transfer group was left"}
         if self._receiver is not None:
@@ -117,7 +117,7 @@ class Transfer:
             except Exception as error:
                 logger.exception("transfer epoch %d", self.manifest.epoch)
                 result = {"phase": "failed", "error": "Internal", "message": repr(error)}
-            if not self._closed:
+            if not self._left.is_set():
                 self._state = result
             self._idle.set()
 
@@ -127,8 +127,10 @@ class Transfer:
         self._thread.start()
 
     def _join(self, receiver_rank: int, deadline_seconds: float) -> dict[str, Any]:
-        receiver = Receiver(self.manifest, receiver_rank, device=self._device, deadline_seconds=deadline_seconds)
-        if self._closed:
+        receiver = Receiver(
+            self.manifest, receiver_rank, device=self._device, left=self._left, deadline_seconds=deadline_seconds
+        )
+        if self._left.is_set():
             receiver.close()
         self._receiver = receiver
         return {}

@@ -423,7 +423,8 @@ async def test_a_publication_that_broke_breaks_its_epoch(client):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"receiver_ranks": 0}, {"bucket_bytes": 0}, {"deadline_seconds": 0.0}, {"transport": 0}]
+    "settings",
+    [{"receiver_ranks": 0}, {"bucket_bytes": 0}, {"deadline_seconds": 0.0}, {"transport": 0}, {"transport": 77}],
 )
 async def test_join_refuses(client, settings):
     with pytest.raises(InvalidRequest):

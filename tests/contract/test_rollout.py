@@ -21,7 +21,7 @@ from services.common.client import Peer
 from services.common.config import ModelConfig, ProcessConfig, ServiceConfig
 from services.common.errors import Conflict, Expired, InvalidRequest, Overloaded, Unavailable
 from services.common.server import Server
-from services.rollout import generations, service
+from services.rollout import generations, service, updates
 from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine, EngineDead, Unmatched
 from services.rollout.rollout import Rollout
@@ -43,6 +43,9 @@ class Guard:
         self.told: list[tuple[str, Any, set[int]]] = []
         self.tell_error: Exception | None = None
         self.may_start = asyncio.Event()
+        self.moves = 0
+        """Sleeps and Wakes that came so far."""
+        self._moving = asyncio.Lock()
 
     async def granted(self, tags: Collection[grant_pb2.MemoryTag], deadline_seconds: float) -> grant_pb2.GrantToken:
         assert set(tags) == {WEIGHTS, KV} and deadline_seconds > 0
@@ -62,11 +65,15 @@ class Guard:
     async def moving(
         self, token: grant_pb2.GrantToken, tags: Collection[grant_pb2.MemoryTag] = ()
     ) -> AsyncIterator[None]:
-        await self.check(token, tags)
-        yield
+        self.moves += 1
+        async with self._moving:
+            await self.check(token, tags)
+            yield
 
     async def slept(self, response: tenant_pb2.SleepResponse, tags: Collection[grant_pb2.MemoryTag]) -> None:
         await self._tell("slept", response, tags)
+        if self.shares_gpus:
+            self.allowed = self.allowed - set(tags)  # given up under this token
 
     async def woke(self, response: tenant_pb2.WakeResponse, tags: Collection[grant_pb2.MemoryTag]) -> None:
         await self._tell("woke", response, tags)
@@ -1105,6 +1112,49 @@ async def test_every_call_that_touches_shared_gpus_shows_its_token(on_gpus: Clie
     assert on_gpus.engine.wakes == []
     state = await on_gpus.state()
     assert (state.shares_gpus, state.token) == (True, new)
+
+
+async def test_a_wake_that_waited_for_a_sleep_takes_nothing_that_it_gave_up(on_gpus: Client) -> None:
+    """Its tags are those that sleep when its turn has come, and they are not granted any more."""
+    on_gpus.guard.shares_gpus = True
+    token = grant_pb2.GrantToken(epoch="e", sequence=7)
+    on_gpus.engine.may_move.clear()
+    sleep = asyncio.create_task(on_gpus.sleep(token=token))
+    await on_gpus.until(lambda: on_gpus.engine.sleeps == [False])
+    wake = asyncio.create_task(on_gpus.wake(token=token))  # without tags: all that sleeps
+    await on_gpus.until(lambda: on_gpus.guard.moves == 2)
+    on_gpus.engine.may_move.set()
+    await sleep
+    with pytest.raises(Conflict, match="does not name"):
+        await wake
+    assert on_gpus.engine.wakes == []
+    assert [what for what, _, _ in on_gpus.guard.told] == ["slept"]
+
+
+async def test_a_transfer_that_stands_still_ends_with_its_deadline(
+    ready: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the engine's workers, who keep the deadline, do not answer: a socket stands still under them."""
+    monkeypatch.setattr(updates, "LATE_SECONDS", 0.1)
+    await ready.join(2)
+    await ready.call(
+        "BeginUpdate",
+        rollout_pb2.BeginUpdateRequest(request_id="b", epoch=2, policy_version=1, deadline_seconds=0.2),
+    )
+    held = ready.asked(ask())
+    with pytest.raises(Unavailable, match="stands still"):
+        await asyncio.wait_for(held, 5)
+    assert (await ready.state()).state == STALE
+
+
+async def test_a_wake_whose_deadline_has_passed_touches_nothing(on_gpus: Client) -> None:
+    await on_gpus.sleep()
+    request = tenant_pb2.WakeRequest(request_id="late", deadline_seconds=1e-9)
+    with pytest.raises(Expired, match="nothing was woken"):
+        await on_gpus.call("Wake", request)
+    assert on_gpus.engine.wakes == []
+    await on_gpus.wake()
+    assert (await on_gpus.state()).state == READY
 
 
 async def test_a_sleep_that_could_not_be_told_is_told_by_the_repeat(on_gpus: Client) -> None:

@@ -319,7 +319,7 @@ async def test_publication_to_two_receivers_and_one_that_dies(groups):
     operation = group.learner.publish(publish)
     await asyncio.to_thread(next, tensors)
     tensors.close()  # in the middle: the receiver leaves its groups
-    with pytest.raises(Unavailable, match="peer went away|a receiver stopped taking"):
+    with pytest.raises(Unavailable, match=r"peer went away|a receiver stopped taking"):
         await asyncio.wait_for(operation.result(), 20)
     publish.request_id = "dies again"
     with pytest.raises(Unavailable, match="epoch 3 cannot be used any more"):

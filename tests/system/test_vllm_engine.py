@@ -321,7 +321,7 @@ async def test_it_sleeps_wakes_and_is_refilled(live: Live) -> None:
     assert {len(t.token_ids) for t in await running} == {102}  # nothing was aborted
     with pytest.raises(Unavailable, match="ASLEEP"):
         await live.generate([5, 6])
-    await sleeping.wake((), deadline_seconds=20)
+    await sleeping.wake(sleeping.wakeable(()), deadline_seconds=20)
     assert (await live.rollout.get_state()).policy.version == version
     assert await live.greedy(prompts) == before
 

@@ -30,6 +30,9 @@ TRANSPORTS = (
     transfer_pb2.TRANSPORT_CUDA_IPC,
 )
 
+MOST_RANKS = 4096
+"""Of each side: what is kept for each of them must fit into memory whatever a peer says."""
+
 ALIGNMENT = 16  # bytes; a slice can then be viewed as any element type
 
 
@@ -128,6 +131,9 @@ def validate(manifest: TransferManifest) -> None:
     for field in ("sender_ranks", "receiver_ranks", "bucket_bytes"):
         if getattr(manifest, field) < 1:
             problems.append(f"{field} must be at least 1, it is {getattr(manifest, field)}")
+    for field in ("sender_ranks", "receiver_ranks"):
+        if getattr(manifest, field) > MOST_RANKS:
+            problems.append(f"{field} must be at most {MOST_RANKS}, it is {getattr(manifest, field)}")
     host, _, port = manifest.address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 1 << 16):
         problems.append(f"address must be host:port, it is {manifest.address[:300]!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -29,9 +30,10 @@ class Receiver:
         receiver_rank: int,
         *,
         device: torch.device = CPU,
+        left: threading.Event | None = None,
         deadline_seconds: float,
     ) -> None:
-        """Connects to the group of each sender rank and warms it; blocks until everybody came.
+        """Connects to the group of each sender rank and warms it; blocks until everybody came, or `left` is set.
 
         Raises Unavailable when somebody did not come in time, InvalidRequest for a manifest the senders do not have.
         """
@@ -48,7 +50,9 @@ class Receiver:
         RunningDigest(device).warm()
         try:
             for rank in range(manifest.sender_ranks):
-                group = open_group(manifest, rank, 1 + receiver_rank, store=self._store, device=device, end=end)
+                group = open_group(
+                    manifest, rank, 1 + receiver_rank, store=self._store, device=device, left=left, end=end
+                )
                 self._groups.append(group)
         except BaseException as error:
             self.close(str(error))
@@ -98,8 +102,12 @@ class Receiver:
 
     def close(self, why: str = "a receiver left") -> None:
         """Leaves the groups. May be called twice, and from another thread to end a receive under way."""
-        for group in self._groups:
-            group.close(why)
+        # At the same time: a group that is torn may take seconds.
+        closing = [threading.Thread(target=group.close, args=(why,), daemon=True) for group in self._groups]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
 
     def _post(self, bucket: int, end: float) -> dict[int, Pending]:
         """By sender rank; none for one that has nothing of this bucket."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -42,9 +43,12 @@ class Sender:
         *,
         device: torch.device = CPU,
         store: Store | None = None,
+        left: threading.Event | None = None,
         deadline_seconds: float,
     ) -> None:
-        """Connects and warms; blocks until every receiver came. Rank 0 passes the store it bound, the others none.
+        """Connects and warms; blocks until every receiver came, or `left` is set.
+
+        Rank 0 passes the store it bound, the others none.
 
         `device` is where the slices are. Raises Unavailable when somebody did not come in time.
         """
@@ -58,7 +62,7 @@ class Sender:
         self._buckets = [cuts.layout(bucket, rank) for bucket in cuts.buckets(manifest)]
         self._sent = 0
         RunningDigest(device).warm()
-        self._group = open_group(manifest, rank, ROOT, store=store, device=device, end=end)
+        self._group = open_group(manifest, rank, ROOT, store=store, device=device, left=left, end=end)
 
     def send(
         self,

@@ -54,11 +54,13 @@ class Meeting:
     The transports alone say little: NCCL and mapped memory wait for a peer that is gone until the deadline.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, size: int) -> None:
+    def __init__(self, store: Store, prefix: str, rank: int, size: int, left: threading.Event | None = None) -> None:
+        """`left`: set by another thread when this member is not to go on."""
         self.name = f"transfer group {prefix}, rank {rank} of {size}"
         self.store = PrefixStore(prefix, store)
         self._rank = rank
         self._size = size
+        self._left = left or threading.Event()
         self._looked = 0.0
 
     def come(self, greeting: bytes, end: float) -> None:
@@ -78,6 +80,8 @@ class Meeting:
                     "make a new epoch over those who are alive"
                 )
             time.sleep(COME_POLL_SECONDS)
+        self._looked = 0.0
+        self.check("coming together")  # somebody may have come and gone
         others = range(1, self._size) if self._rank == 0 else (0,)
         if any(self.store.get(f"here/{rank}") != greeting.hex().encode() for rank in others):
             raise InvalidRequest(f"{self.name}: the sender's manifest is another one than the receiver's")
@@ -87,10 +91,12 @@ class Meeting:
         threading.Thread(target=self._tell, args=(f"{self.name}: {why}",), daemon=True).start()
 
     def check(self, what: str) -> None:
-        """Raises Unavailable with the words of the member that gave up first, or when the store is gone.
+        """Raises Unavailable with the words of the member that gave up first, when the store is gone, or when left.
 
         `what` is under way meanwhile. Looks only every LOOK_SECONDS, so it may be called as often as one likes.
         """
+        if self._left.is_set():
+            raise Unavailable(f"{self.name}: it was left during {what}")
         if time.monotonic() < self._looked + LOOK_SECONDS:
             return
         self._looked = time.monotonic()

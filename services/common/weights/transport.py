@@ -6,6 +6,7 @@ fills the next, and the receivers use up the one before.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -84,15 +85,22 @@ def late(name: str, what: str) -> Expired:
 
 
 def open_group(
-    manifest: TransferManifest, sender_rank: int, rank: int, *, store: Store, device: torch.device, end: float
+    manifest: TransferManifest,
+    sender_rank: int,
+    rank: int,
+    *,
+    store: Store,
+    device: torch.device,
+    left: threading.Event | None,
+    end: float,
 ) -> Group:
     """Joins the group of one sender rank, as its root (`rank` 0) or as receiver `rank` − 1, and warms it.
 
-    Blocks until everybody came. Raises Unavailable when somebody did not, InvalidRequest when the manifests differ or
-    the device is not one that this transport works on.
+    Blocks until everybody came; `left`, set by another thread, ends that. Raises Unavailable when somebody did not,
+    InvalidRequest when the manifests differ or the device is not one that this transport works on.
     """
     size = 1 + manifest.receiver_ranks
-    meeting = Meeting(store, f"{manifest.epoch}/{sender_rank}", rank, size)
+    meeting = Meeting(store, f"{manifest.epoch}/{sender_rank}", rank, size, left)
     on_gpu = manifest.transport != transfer_pb2.TRANSPORT_GLOO
     if on_gpu != (device.type == "cuda"):
         name, place = transfer_pb2.Transport.Name(manifest.transport), "a GPU" if on_gpu else "CPU"

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from services.cli.launch import exits
-from services.cli.launch.local import LocalLauncher
+from services.cli.launch.local import NATS, LocalLauncher
 from services.cli.recipe import read_recipe
 from services.common.bus import Bus
 from services.common.config import ServiceConfig
 from services.common.grants import ClaimsState, NodeState, TenantId
 from services.common.handoff_log import CLAIMS_SUBJECT, SubjectLog, node_subject
 from services.common.handoff_stream import JetStreamStore
-from services.common.processes import INSTANCE_ID_VARIABLE, spawn
+from services.common.processes import INSTANCE_ID_VARIABLE, RUN_ID_VARIABLE, spawn
 from tests.contract.echo_service import until
 from tests.unit.cli.standins.recipe import write_recipe
 
@@ -32,6 +32,15 @@ WITH_CHILD = [
     "-c",
     "import subprocess, sys, time\n"
     "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1.5)'], start_new_session=True)\n"
+    "time.sleep(60)",
+]
+# Not impressed by SIGTERM, as an engine in the middle of a kernel, and with a child that nothing ends.
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, subprocess, sys, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
     "time.sleep(60)",
 ]
 
@@ -96,13 +105,13 @@ async def test_where_no_gpu_is_shared_nothing_is_done() -> None:
     await asyncio.wait_for(exits.tell_exited(service, 1, 0, coordinator=False), 0.1)
 
 
-async def launched(tmp_path: Path, url: str) -> tuple[LocalLauncher, ServiceConfig]:
+async def launched(tmp_path: Path, url: str, command: list[str] = SLEEP) -> tuple[LocalLauncher, ServiceConfig]:
     recipe = read_recipe(write_recipe(tmp_path), [f"nats.url={url}"], tmp_path)
     launcher = LocalLauncher(recipe, tmp_path / "run", "red")
     (tmp_path / "run" / "logs").mkdir(parents=True)
     service = sharing(url)
-    environment = {**os.environ, INSTANCE_ID_VARIABLE: service.instance_id}
-    await launcher._spawn("rollout-0", SLEEP, environment, service)
+    environment = {**os.environ, RUN_ID_VARIABLE: "red", INSTANCE_ID_VARIABLE: service.instance_id}
+    await launcher._spawn("rollout-0", command, environment, service)
     return launcher, service
 
 
@@ -124,6 +133,38 @@ async def test_the_launcher_tells_the_end_of_a_worker_that_it_stopped(
     launcher, service = await launched(tmp_path, nats_server.url)
     await launcher.stop(5.0)
     assert await logs.exited() == (tenant(service),)
+
+
+@pytest.mark.parametrize("how", ["outlasts the grace", "second Ctrl-C"])
+async def test_the_launcher_tells_the_end_of_a_worker_that_it_killed(
+    logs: Logs, nats_server: Any, tmp_path: Path, how: str
+) -> None:
+    launcher, service = await launched(tmp_path, nats_server.url, STUBBORN)
+    await until(lambda: len(exits.find_processes(service.instance_id, INSTANCE_ID_VARIABLE)) == 2)
+    if how == "second Ctrl-C":
+        await launcher.kill()
+    else:
+        await launcher.stop(0.3)
+    assert await logs.exited() == (tenant(service),)
+    assert exits.find_processes("red") == []
+
+
+async def test_the_end_of_a_worker_that_was_killed_is_told_before_the_runs_own_nats_ends(
+    nats_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, _ = await launched(tmp_path, nats_server.url, STUBBORN)
+    (worker,) = launcher.owners()
+    await launcher._spawn(NATS, SLEEP, {**os.environ, RUN_ID_VARIABLE: "red"})
+    told: list[bool] = []
+
+    async def tell(service: ServiceConfig, pid: int, exit_code: int, *, coordinator: bool) -> None:
+        await asyncio.sleep(0.5)
+        told.append(launcher.alive(NATS) and pid == worker)
+
+    monkeypatch.setattr(exits, "tell_exited", tell)
+    await launcher.kill()
+    assert told == [True]
+    assert launcher.owners() == {}
 
 
 async def test_nats_that_is_gone_does_not_hold_up_a_stop(nats_server: Any, tmp_path: Path) -> None:

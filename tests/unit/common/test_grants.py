@@ -181,3 +181,20 @@ def test_the_claims_fold_may_begin_at_any_claim() -> None:
     state = claims((1, "red", "a"), (2, "blue", "a"))
     claim = entry(claim=state.claim("green", "green-1", "a"))
     assert ClaimsState("e").apply(10, claim).claims == state.apply(10, claim).claims
+
+
+def test_a_tag_that_only_a_newer_build_knows_counts_and_is_shown_by_its_number() -> None:
+    state = NodeState("e")
+    newer = {99: {"GPU-0": 60 * GIB}}
+    state = state.apply(7, entry(kept=handoff_pb2.Kept(tenant=ENGINE.message(), memory=memory_message(newer))))
+    assert has(state) == {"rollout-0": (7, [99])}
+    grant = state.grant("red", 1, [share_of(LEARNER, gib(optimizer=60))])
+    (problem,) = state.may_append(grant, GPU, CLAIMED, "n")
+    assert "60.00 GiB that rollout-0 of run red still holds for tag 99 = 120.00 GiB" in problem
+    (problem,) = state.may_append(state.grant("red", 1, [share_of(ENGINE, {})]), GPU, CLAIMED, "n")
+    assert "still holds tag 99 (60.00 GiB on GPU-0)" in problem
+    state = granted(state, 8, share_of(LEARNER, gib(optimizer=40)))
+    assert has(NodeState("e").apply(8, entry(grant=grant))) == {"rollout-0": (7, [99]), "learner-0": (8, [OPTIMIZER])}
+    state = state.apply(9, entry(woke=handoff_pb2.Woke(tenant=ENGINE.message(), sequence=7, tags=[99, -5])))
+    state = state.apply(10, slept(ENGINE, 7, -5, 99, 2**31 - 1))
+    assert has(state) == {"rollout-0": (7, []), "learner-0": (8, [OPTIMIZER])}

@@ -20,11 +20,12 @@ from antiphon.types.v1.grant_pb2 import MEMORY_TAG_WEIGHTS as WEIGHTS
 from antiphon.types.v1.grant_pb2 import GrantToken
 from nats.js.api import StorageType, StreamConfig
 
+from services.common import handoff_log, handoff_stream
 from services.common.bus import Bus
 from services.common.config import ServiceConfig
 from services.common.errors import ConfigError, Conflict, Expired, Unavailable
-from services.common.grants import NodeState, TenantId, share_of
-from services.common.handoff_log import Refused, SubjectLog, node_subject
+from services.common.grants import ClaimsState, NodeState, TenantId, share_of
+from services.common.handoff_log import CLAIMS_SUBJECT, Refused, SubjectLog, node_subject
 from services.common.handoff_stream import STREAM, JetStreamStore
 from services.common.tenancy import TenantGuard
 from tests.contract.echo_service import until
@@ -177,6 +178,91 @@ async def test_what_somebody_else_puts_on_the_subject_is_passed_over(bus: Bus) -
     await bus.jetstream.publish(node_subject(NODE), b"\xff\xff not an entry")
     assert await grant(log) == 2
     assert (await log.refresh()).holdings[ENGINE].sequence == 2
+
+
+# What NATS discards
+
+
+def fact(kind: str) -> handoff_pb2.HandoffEntry:
+    """A fact that changes nothing."""
+    other = ENGINE._replace(worker_id="nobody").message()
+    entries = {
+        "slept": handoff_pb2.HandoffEntry(slept=handoff_pb2.Slept(tenant=other)),
+        "released": handoff_pb2.HandoffEntry(released=handoff_pb2.Released(run_id="nobody")),
+    }
+    return entries[kind]
+
+
+@pytest.fixture
+def keeps_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream whose subjects hold eight messages."""
+    for module in (handoff_log, handoff_stream):
+        monkeypatch.setattr(module, "MESSAGES_PER_SUBJECT", 8)
+
+
+@pytest.mark.usefixtures("keeps_eight")
+async def test_who_may_have_missed_a_grant_that_was_discarded_does_not_take_the_gpus_for_free(bus: Bus) -> None:
+    knows, behind = await node_log(bus), await node_log(bus)
+    assert (await behind.refresh()).holdings == {}
+    await grant(knows)
+    for _ in range(7):
+        await knows.append(fact("slept"))
+    assert ENGINE in (await knows.refresh()).holdings, "which read along"
+    assert ENGINE in (await (await node_log(bus)).refresh()).holdings, "the grant is the oldest that is kept"
+    await bus.jetstream.publish(node_subject(NODE), b"\xff\xff not an entry")
+    new = await node_log(bus)
+    for log in (behind, new, behind, new):
+        with pytest.raises(Unavailable, match=r"have no Grant or Claim among them .* delete the stream handoff"):
+            await log.refresh()
+        assert log.state.holdings == {} and log.state.sequence == 0
+        with pytest.raises(Refused):
+            await grant(log, log.state)
+    await grant(knows, await knows.refresh(), ENGINE._replace(worker_id="rollout-1"))
+    for log in (knows, behind, new):
+        assert {tenant.worker_id for tenant in (await log.refresh()).holdings} == {"rollout-0", "rollout-1"}
+
+
+@pytest.mark.usefixtures("keeps_eight")
+async def test_fewer_messages_than_are_kept_hide_nothing(bus: Bus) -> None:
+    log = await node_log(bus)
+    for _ in range(7):
+        await log.append(fact("slept"))
+    assert (await (await node_log(bus)).refresh()).holdings == {}
+    for _ in range(5):  # whoever reads along misses nothing, however many there are
+        await log.refresh()
+        await log.append(fact("slept"))
+    assert (await log.refresh()).holdings == {}
+
+
+@pytest.mark.usefixtures("keeps_eight")
+async def test_claims_that_may_have_been_discarded_are_not_taken_for_ended(bus: Bus) -> None:
+    def claims_log() -> SubjectLog[ClaimsState]:
+        return SubjectLog(store, CLAIMS_SUBJECT, ClaimsState, ClaimsState.apply)
+
+    store = await JetStreamStore.open(bus)
+    knows = claims_log()
+    state = await knows.refresh()
+    await knows.append(handoff_pb2.HandoffEntry(claim=state.claim("red", "life", [NODE])), state)
+    assert (await knows.refresh()).of("red")
+    for _ in range(8):
+        await knows.append(fact("released"))
+        state = await knows.refresh()
+    with pytest.raises(Unavailable, match=r"handoff\.claims: its last 8 messages"):
+        await claims_log().refresh()
+    await knows.append(handoff_pb2.HandoffEntry(claim=state.claim("blue", "life", [NODE])), state)
+    assert [claim.run_id for claim in (await claims_log().refresh()).claims] == ["red", "blue"]
+
+
+@pytest.mark.usefixtures("keeps_eight")
+async def test_a_stream_made_anew_ends_the_doubt(bus: Bus) -> None:
+    log = await node_log(bus)
+    for _ in range(9):
+        await bus.jetstream.publish(node_subject(NODE), b"\xff\xff not an entry")
+    with pytest.raises(Unavailable):
+        await log.refresh()
+    await bus.jetstream.delete_stream(STREAM)
+    assert await grant(log) == 1
+    assert ENGINE in (await log.refresh()).holdings
 
 
 # The guard of a tenant on it

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Iterator
 
 import pytest
+from antiphon.events.v1 import handoff_pb2
 from antiphon.tenant.v1 import tenant_pb2
 from antiphon.types.v1.grant_pb2 import MEMORY_TAG_KV as KV
 from antiphon.types.v1.grant_pb2 import MEMORY_TAG_OPTIMIZER as OPTIMIZER
 from antiphon.types.v1.grant_pb2 import MEMORY_TAG_WEIGHTS as WEIGHTS
 
 from services.common.errors import AntiphonError, Expired, InvalidRequest, Unavailable
+from services.common.handoff_log import node_subject
 from services.coordinator.handoff import Wish
 from services.coordinator.handoff_view import StreamLost
 from tests.unit.coordinator.handoff_world import CAPACITY, Coordinator, TenantCall, TenantProcess, World
@@ -274,3 +276,15 @@ def test_what_the_tenants_are_asked_for(world: World, caplog: pytest.LogCaptureF
     (sleep,) = engine.sleeps
     assert (list(sleep.tags), sleep.discard_weights) == ([WEIGHTS, KV], True)
     assert "learner-a took 0.20 GiB on gpu-a, and was granted 0.00 GiB there (OPTIMIZER" in caplog.text
+
+
+def test_memory_of_a_tag_that_only_a_newer_build_knows_is_waited_for_and_named(world: World) -> None:
+    kept = handoff_pb2.Kept(
+        tenant=handoff_pb2.Tenant(run_id="green", worker_id="newer-0", instance_id="life"),
+        memory=[handoff_pb2.TagBytes(tag=99, gpus=[handoff_pb2.GpuBytes(gpu_uuid="gpu-a", bytes=CAPACITY)])],
+    )
+    entry = handoff_pb2.HandoffEntry(epoch=world.server.epoch, kept=kept)
+    world.server.publish(node_subject("a"), entry.SerializeToString(), None)
+    error = failure(world, begin(world, "generate", seconds=5.0))
+    assert isinstance(error, Expired)
+    assert "newer-0 of run green still holds for tag 99" in str(error)

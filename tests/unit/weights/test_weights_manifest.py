@@ -113,3 +113,12 @@ def test_an_alias_of_an_alias_and_an_address_without_a_port_are_refused() -> Non
     made.address = "h"
     with pytest.raises(InvalidRequest, match=r"host:port.*x: alias of 'y'.*y: alias of 'x'"):
         validate(made)
+
+
+@pytest.mark.parametrize("field", ["sender_ranks", "receiver_ranks"])
+def test_more_ranks_than_there_can_be_are_refused(field: str) -> None:
+    """What is kept for each of them would not fit into memory."""
+    made = manifest()
+    setattr(made, field, 2**31 - 1)
+    with pytest.raises(InvalidRequest, match=f"{field} must be at most 4096"):
+        validate(made)

@@ -144,6 +144,20 @@ def test_who_comes_alone_gives_up_at_the_deadline() -> None:
     assert time.monotonic() - begin < 5
 
 
+def test_who_leaves_while_the_others_are_awaited_leaves_at_once() -> None:
+    store, address = bind_store()
+    left = threading.Event()
+    timer = threading.Timer(0.3, left.set)
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(Unavailable, match="it was left during coming together"):
+        Sender(make_manifest(address), 0, store=store, left=left, deadline_seconds=15)
+    assert time.monotonic() - begin < 3
+    with pytest.raises(Unavailable, match="rank 0 of 2: it was left"):  # the other end hears of it, too
+        Receiver(make_manifest(address), 0, deadline_seconds=15)
+    assert time.monotonic() - begin < 6
+
+
 def test_no_store_is_unavailable() -> None:
     store, address = bind_store()
     del store
