@@ -80,6 +80,10 @@ class NodeState:
             state = state._exited(TenantId.of(entry.exited.tenant))
         return state
 
+    def says_all(self, entry: handoff_pb2.HandoffEntry) -> bool:
+        """Whether what is true after the message is in it, whatever came before: the fold may begin there."""
+        return entry.epoch == self.epoch and entry.HasField("grant")
+
     def token(self, tenant: TenantId) -> grant_pb2.GrantToken | None:
         """The token that a tenant acts under; None when nothing names it."""
         holding = self.holdings.get(tenant)
@@ -186,7 +190,7 @@ def overfull(grant: handoff_pb2.Grant, capacity: Mapping[str, int]) -> list[str]
                     terms.setdefault(gpu, []).append((size, words))
     problems = []
     for gpu, parts in sorted(terms.items()):
-        total = sum(size for size, _ in parts)
+        total = sum(max(size, 0) for size, _ in parts)  # nobody gives bytes by holding fewer than none
         if gpu not in capacity:
             problems.append(f"{gpu} is no GPU of the node: it has {', '.join(sorted(capacity)) or 'none'}")
         elif total > capacity[gpu]:
@@ -247,6 +251,10 @@ class ClaimsState:
             case _:
                 return state
 
+    def says_all(self, entry: handoff_pb2.HandoffEntry) -> bool:
+        """As NodeState.says_all."""
+        return entry.epoch == self.epoch and entry.HasField("claim")
+
     def of(self, run_id: str) -> OpenClaim | None:
         """The run's open claim."""
         return next((claim for claim in self.claims if claim.run_id == run_id), None)
@@ -298,6 +306,9 @@ def described(tag: Tag, gpus: Mapping[str, int]) -> str:
 
 
 def tag_name(tag: Tag) -> str:
+    """Its number where only a newer build has a name for it: what is held counts all the same."""
+    if tag not in grant_pb2.MemoryTag.values():
+        return f"tag {tag}"
     name: str = grant_pb2.MemoryTag.Name(tag)
     return name.removeprefix("MEMORY_TAG_")
 

@@ -22,6 +22,9 @@ from services.common.errors import Conflict, Unavailable
 logger = logging.getLogger(__name__)
 
 CLAIMS_SUBJECT = "handoff.claims"
+# NATS discards the oldest of more. A fold begins at the last Grant or Claim; between two of them there are a few facts
+# per tenant, each said once, and a reader that finds more there refuses to say what is true.
+MESSAGES_PER_SUBJECT = 1024
 # News may be lost; a reader that waits looks again after this.
 LOOK_AGAIN_SECONDS = 1.0
 _NONCES_KEPT = 1024
@@ -68,6 +71,8 @@ class State(Protocol):
     @property
     def sequence(self) -> int: ...
 
+    def says_all(self, entry: handoff_pb2.HandoffEntry) -> bool: ...
+
 
 Folded = TypeVar("Folded", bound=State)
 
@@ -87,6 +92,10 @@ class SubjectLog(Generic[Folded]):
         self._empty = empty
         self._apply = apply
         self.state = empty("")
+        # The fold as far as it has come; `state` once it is known that no message is missing in it.
+        self._so_far = self.state
+        # Messages since the fold was known to be whole.
+        self._unsure = 0
         # Nonces of this epoch's newest messages, for the writer whose answer was lost.
         self._nonces: OrderedDict[str, int] = OrderedDict()
         self._reading = asyncio.Lock()
@@ -94,23 +103,26 @@ class SubjectLog(Generic[Folded]):
     async def refresh(self) -> Folded:
         """Reads whatever was appended since; the state then is that of a moment after the call began.
 
-        A stream made anew begins an empty state with its own epoch. Raises Unavailable.
+        A stream made anew begins an empty state with its own epoch. Raises Unavailable: NATS is away, or messages may
+        have been discarded unread, so that nobody can say from here who holds what.
         """
         async with self._reading:
             self._enter(await self._store.epoch())
             while True:
-                message = await self._store.next(self.subject, self.state.sequence)
+                message = await self._store.next(self.subject, self._so_far.sequence)
                 if message is None:
+                    self._require_whole()
                     return self.state
                 sequence, data = message
                 entry = _entry(data, self.subject, sequence)
-                if entry.epoch != self.state.epoch:
+                if entry.epoch != self._so_far.epoch:
                     # Either this message was late for a stream that is gone, or this reader is.
                     epoch = await self._store.epoch()
-                    if epoch != self.state.epoch:
+                    if epoch != self._so_far.epoch:
                         self._enter(epoch)
                         continue
-                self.state = self._apply(self.state, sequence, entry)
+                self._so_far = self._apply(self._so_far, sequence, entry)
+                self._unsure = 0 if self._so_far.says_all(entry) else self._unsure + 1
                 self._nonces[entry.nonce] = sequence
                 if len(self._nonces) > _NONCES_KEPT:
                     self._nonces.popitem(last=False)
@@ -156,17 +168,32 @@ class SubjectLog(Generic[Folded]):
         """As Store.news."""
         return self._store.news(self.subject)
 
+    def _require_whole(self) -> None:
+        """At the subject's end. A message is discarded only when MESSAGES_PER_SUBJECT came after it: whoever read fewer
+        missed none.
+        """
+        if self._unsure >= MESSAGES_PER_SUBJECT:
+            raise Unavailable(
+                f"{self.subject}: its last {self._unsure} messages have no Grant or Claim among them and NATS keeps "
+                f"{MESSAGES_PER_SUBJECT}, so who holds what may be discarded. The next hand-over by a run that has "
+                "read all of them mends it; otherwise see who wrote them (nats stream view handoff), stop the runs "
+                "that use GPUs, and delete the stream handoff: it is made anew"
+            )
+        self._unsure = 0
+        self.state = self._so_far
+
     def _enter(self, epoch: str) -> None:
-        if epoch == self.state.epoch:
+        if epoch == self._so_far.epoch:
             return
-        if self.state.epoch:
+        if self._so_far.epoch:
             logger.error(
                 "%s: NATS lost the stream and it was made anew: epoch %s became %s; all grants and claims are void",
                 self.subject,
-                self.state.epoch,
+                self._so_far.epoch,
                 epoch,
             )
-        self.state = self._empty(epoch)
+        self.state = self._so_far = self._empty(epoch)
+        self._unsure = 0
         self._nonces.clear()
 
 

@@ -18,13 +18,11 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
 from services.common.bus import AWAY, Bus, end_if_cancelled
 from services.common.errors import ConfigError, Unavailable
-from services.common.handoff_log import Refused
+from services.common.handoff_log import MESSAGES_PER_SUBJECT, Refused
 
 logger = logging.getLogger(__name__)
 
 STREAM = "handoff"
-# A fold begins at the last Grant or Claim; between two of them there are a few facts per tenant, each said once.
-MESSAGES_PER_SUBJECT = 1024
 _STORED = "handoff-stored"
 _EPOCH_KEY = "antiphon_epoch"
 _NAME_IN_USE = 10058

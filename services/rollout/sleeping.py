@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from antiphon.types.v1.grant_pb2 import MEMORY_TAG_KV, MEMORY_TAG_WEIGHTS, MemoryTag
 
 from services.common.errors import AntiphonError, Conflict, Expired, InvalidRequest, Overloaded
+from services.common.grants import tag_name
 from services.rollout.engine import DeviceMemory, Engine, EngineDead
 from services.rollout.gate import Gate
 from services.rollout.states import ASLEEP, FAILED, READY, STALE, STOPPING, UPDATING, Life
@@ -264,7 +265,7 @@ def _require_awake(after: Sequence[DeviceMemory], tags: Collection[MemoryTag]) -
 
 
 def _named(tags: Iterable[MemoryTag]) -> str:
-    return ", ".join(MemoryTag.Name(tag).removeprefix("MEMORY_TAG_") for tag in sorted(tags))
+    return ", ".join(tag_name(tag) for tag in sorted(tags))
 
 
 def _gib(size: int) -> str:

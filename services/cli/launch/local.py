@@ -7,6 +7,7 @@ parent-death signal). What a worker is and how it is, it says itself, over NATS.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -37,6 +38,7 @@ MODULES: Mapping[str, str] = {
 TAIL_LINES = 20
 TAIL_BYTES = 16_384
 SWEEP_SECONDS = 2.0
+NATS_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -104,25 +106,49 @@ class LocalLauncher:
         carries the run's id.
         """
         self._stopping = True
-        end = time.monotonic() + grace_seconds
-        workers = [p for worker_id, p in self._processes.items() if worker_id != NATS]
-        await _ended(workers, signal.SIGTERM, end)
+        await _ended(self._without_nats(), signal.SIGTERM, time.monotonic() + grace_seconds)
+        if all(process.returncode is not None for process in self._without_nats()):
+            await self._told()
+        if await self._kill_workers():
+            await self._told()
+        await _ended(list(self._processes.values()), signal.SIGTERM, time.monotonic() + NATS_SECONDS)
+        await self._kill_the_rest()
+
+    async def kill(self) -> None:
+        """SIGKILL to everything of the run; to NATS when it heard of the ends of the workers."""
+        self._stopping = True
+        await self._kill_workers()
+        await self._told()
+        await self._kill_the_rest()
+
+    async def _kill_workers(self) -> bool:
+        """SIGKILL to the workers and what they left behind; whether there was anything."""
+        living = [process for process in self._without_nats() if process.returncode is None]
+        await _ended(living, signal.SIGKILL, time.monotonic() + SWEEP_SECONDS)
+        nats = self._processes.get(NATS)
+        others = [pid for pid in find_processes(self._run_id) if nats is None or pid != nats.pid]
+        if others:
+            listed = "; ".join(f"{pid} {command_of(pid)}" for pid in others)
+            logger.warning("left behind by the workers, killed: %s", listed)
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(living or others)
+
+    async def _told(self) -> None:
+        """Waits until the ends of the workers are told, for as long as that may take."""
         telling = [watcher for watcher in self._watchers if watcher.get_name() != NATS]
         if telling:
             await asyncio.wait(telling, timeout=exits.TELL_SECONDS)
-        await _ended(list(self._processes.values()), signal.SIGTERM, max(end, time.monotonic() + 1.0))
-        await self.kill()
 
-    async def kill(self) -> None:
-        """SIGKILL to everything of the run."""
-        self._stopping = True
+    async def _kill_the_rest(self) -> None:
         await _ended(list(self._processes.values()), signal.SIGKILL, time.monotonic() + SWEEP_SECONDS)
-        others = [f"{pid} {command_of(pid)}" for pid in find_processes(self._run_id)]
-        if others:
-            logger.warning("left behind by the workers, killed: %s", "; ".join(others))
         left = await asyncio.to_thread(kill_processes, self._run_id, SWEEP_SECONDS)
         if left:
             logger.error("still alive after SIGKILL: %s", left)
+
+    def _without_nats(self) -> list[asyncio.subprocess.Process]:
+        return [process for worker_id, process in self._processes.items() if worker_id != NATS]
 
     def _workers(self) -> list[tuple[str, int, Config]]:
         recipe = self._recipe

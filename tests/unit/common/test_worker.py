@@ -22,7 +22,7 @@ from services.common.announcements import Registry
 from services.common.bus import Bus
 from services.common.client import Peer
 from services.common.config import Config, ModelConfig, ProcessConfig, ServiceConfig, dump
-from services.common.errors import ConfigError, Conflict, Unavailable
+from services.common.errors import AntiphonError, ConfigError, Conflict, Unavailable
 from services.common.worker import Worker, main
 from tests.contract.echo_service import EchoStub, until
 
@@ -114,8 +114,17 @@ async def test_a_worker_that_shares_its_gpus_follows_the_grants_of_its_node(nats
         assert await registry.wait_for(lambda: len(registry.alive(ROLLOUT)) == 1, 10)
         (found,) = registry.alive(ROLLOUT)
         assert (found.node, found.instance_id) == ("host-1", settings.instance_id)
-        with pytest.raises(Conflict, match="void"):
-            await worker.guard.check(GrantToken(epoch="e", sequence=1))
+
+        async def refused() -> AntiphonError:
+            with pytest.raises((Conflict, Unavailable)) as caught:
+                await worker.guard.check(GrantToken(epoch="e", sequence=1))
+            return caught.value
+
+        async with asyncio.timeout(10):
+            # It is announced before it follows the grants.
+            while isinstance(error := await refused(), Unavailable):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert "void" in str(error)
         worker.stop()
         assert await running == 0
     assert not Worker(settings, events_pb2.WORKER_KIND_COORDINATOR).guard.shares_gpus
