@@ -11,7 +11,7 @@
 Real services with NATS between them, driven by the coordinator's own publication code; the learner's ranks hold random
 weights in ZeRO-3 slices (benchmarks/random_rank.py). After each part the engine's greedy tokens are compared with those
 of a plain transformers model of the same seed. Without GPUs all of it runs over gloo: `--shape tiny --parts nccl`.
-One result file a part, benchmarks/results/publication-<part>.json.
+One result file a part, benchmarks/results/publication-<part>.json, or -<part>-gloo.json.
 """
 
 from __future__ import annotations
@@ -258,6 +258,11 @@ def compare_greedy(setting: Setting, answers: Sequence[Sequence[int]]) -> dict[s
     return {"answers": len(answers), "equal": equal, "largest_gap_nats": max(gaps)}
 
 
+def name_of(part: str) -> str:
+    """Of a result: one without GPUs is of another thing."""
+    return f"publication-{part}" if engine_gpus() else f"publication-{part}-gloo"
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of the publications after the first, which joins."""
     later = rows[1:] or rows
@@ -278,7 +283,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 async def push_part(name: str, settings: Sequence[Setting], pushes: int, out: Path) -> None:
     for setting in settings:
         label = name if len(settings) == 1 else f"{name}-{setting.dtype}"
-        result = results.begin(f"publication-{label}", {**vars(setting), "pushes": pushes, "seed": SEED})
+        result = results.begin(name_of(label), {**vars(setting), "pushes": pushes, "seed": SEED})
         rows, answers, facts = await measured(setting, pushes)
         result.samples = {"publications": rows}
         result.summary = {**summary(rows), **facts, "greedy": await asyncio.to_thread(compare_greedy, setting, answers)}
@@ -320,7 +325,7 @@ class Stock:
 
 async def nccl_part(setting: Setting, pushes: int, out: Path, *, with_stock: bool) -> None:
     """Ours and vLLM's in one run. A failure of theirs does not lose ours."""
-    result = results.begin("publication-nccl", {**vars(setting), "pushes": pushes, "seed": SEED})
+    result = results.begin(name_of("nccl"), {**vars(setting), "pushes": pushes, "seed": SEED})
     stock = Stock(setting, pushes) if with_stock else None
     try:
         rows, answers, facts = await measured(setting, pushes)
@@ -342,7 +347,7 @@ async def nccl_part(setting: Setting, pushes: int, out: Path, *, with_stock: boo
 
 async def failures_part(setting: Setting, out: Path) -> None:
     """Each fault in the middle of a publication: what every party says and when, who is alive, and the next push."""
-    result = results.begin("publication-failures", {**vars(setting), "deadline_seconds": ORDERED_DEADLINE_SECONDS})
+    result = results.begin(name_of("failures"), {**vars(setting), "deadline_seconds": ORDERED_DEADLINE_SECONDS})
     config = PublicationConfig(
         bucket_mib=setting.bucket_mib,
         deadline_seconds=ORDERED_DEADLINE_SECONDS,
