@@ -439,7 +439,7 @@ async def _told(call: Awaitable[Any]) -> str:
     try:
         await call
     except AntiphonError as error:
-        return f"{type(error).__name__}: {error}"[:600]
+        return f"{type(error).__name__}: {error}".replace(f"{results.ROOT}/", "")[:600]
     return ""
 
 
