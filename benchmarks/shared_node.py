@@ -391,6 +391,10 @@ class SharedNode:
         """The supervisor says now what it has kept back."""
         self._services[worker_id].may_tell.set()
 
+    def is_alive(self, worker_id: str) -> bool:
+        """Whether its process has not ended."""
+        return self._services[worker_id].process.returncode is None
+
     async def ended(self, worker_id: str) -> None:
         """Waits until the supervisor has told the end of the worker."""
         async with asyncio.timeout(HAND_OVER_SECONDS):

@@ -124,7 +124,8 @@ async def test_a_rank_killed_on_the_way_to_waking_is_named_and_the_engine_serves
 
 @pytest.mark.slow
 async def test_an_engine_killed_with_the_grant_is_passed_over_once_its_supervisor_says_so(node):
-    await node.start_service(LEARNER_ID)
+    if not node.is_alive(LEARNER_ID):  # the test before this one killed it
+        await node.start_service(LEARNER_ID)
     engine = TenantId(node.run_id, ENGINE_ID, node.engine.instance_id)
     node.kill(ENGINE_ID, tell=False)
     with pytest.raises(Expired, match=rf"waiting for {ENGINE_ID} .* to give up WEIGHTS, KV: .*connect"):
