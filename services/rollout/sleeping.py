@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from antiphon.types.v1.grant_pb2 import MEMORY_TAG_KV, MEMORY_TAG_WEIGHTS, MemoryTag
 
 from services.common.errors import AntiphonError, Conflict, Expired, InvalidRequest, Overloaded
-from services.common.grants import tag_name
+from services.common.grants import gib, tag_name
 from services.rollout.engine import DeviceMemory, Engine, EngineDead
 from services.rollout.gate import Gate
 from services.rollout.states import ASLEEP, FAILED, READY, STALE, STOPPING, UPDATING, Life
@@ -32,7 +32,6 @@ ENGINE_SECONDS = 120.0
 """An engine that takes its memory and is not done by then is torn."""
 # The same kernels on the same weights in the same batch give the same bits; this is room for a library that does not.
 PROBE_TOLERANCE = 1e-6
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,11 @@ class Sleeping:
                 return Change()
             self._refuse_while_updating("Wake")
             end = time.monotonic() + deadline_seconds
-            change = await self._wake(wanted, end)
+            if time.monotonic() >= end:
+                raise Expired(
+                    f"Wake: the deadline passed before {_named(wanted)} could be taken; nothing was woken, ask again"
+                )
+            change = await self._wake(wanted)
             if self._discarded:
                 if self._life.state == ASLEEP:
                     self._life.move(STALE, "its weights were discarded")
@@ -154,12 +157,12 @@ class Sleeping:
         logger.info("awake in %.3f s: %s, %s", change.seconds, _named(wanted), _told(change.devices))
         return change
 
-    async def wake_kv(self, *, deadline_seconds: float) -> Change | None:
+    async def wake_kv(self) -> Change | None:
         """Wakes keys and values over weights that were just loaded; None when they are awake. Raises as `wake` does."""
         if MEMORY_TAG_KV not in self._asleep:
             return None
         async with self._lock:
-            return await self._wake({MEMORY_TAG_KV}, time.monotonic() + deadline_seconds)
+            return await self._wake({MEMORY_TAG_KV})
 
     def wakeable(self, tags: Collection[MemoryTag]) -> set[MemoryTag]:
         """The tags themselves, or without any all that sleep and may be woken. Raises InvalidRequest as `wake` does."""
@@ -187,22 +190,18 @@ class Sleeping:
         if self._life.state in (STOPPING, FAILED):
             raise self._life.refusal()
 
-    async def _wake(self, tags: set[MemoryTag], end: float) -> Change:
+    async def _wake(self, tags: set[MemoryTag]) -> Change:
         before = await self._engine.memory()
         for device in before:
             needed = device.waking_bytes(tags)
             if device.free_bytes < needed:
                 raise Overloaded(
-                    f"{device.uuid}: {_named(tags)} need {_gib(needed)}, {_gib(device.free_bytes)} of "
-                    f"{_gib(device.total_bytes)} are free, {_gib(needed - device.free_bytes)} are missing; this worker "
-                    f"holds {_gib(device.sleepable_bytes)} there, others the rest: put them to sleep first",
+                    f"{device.uuid}: {_named(tags)} need {gib(needed)}, {gib(device.free_bytes)} of "
+                    f"{gib(device.total_bytes)} are free, {gib(needed - device.free_bytes)} are missing; this worker "
+                    f"holds {gib(device.sleepable_bytes)} there, others the rest: put them to sleep first",
                     RETRY_AFTER_SECONDS,
                 )
         begin = time.monotonic()
-        if begin >= end:
-            raise Expired(
-                f"Wake: the deadline passed before {_named(tags)} could be taken; nothing was woken, ask again"
-            )
         try:
             # Not the caller's deadline: memory that is half taken is of no use to anybody.
             await self._engine.wake(tags, deadline_seconds=ENGINE_SECONDS)
@@ -253,7 +252,7 @@ def _require_freed(before: Sequence[DeviceMemory], changes: Sequence[DeviceChang
         freed = change.free_bytes_after - change.free_bytes_before
         if freed < FREED_SHARE * device.sleepable_bytes:
             raise Conflict(
-                f"{device.uuid}: {_gib(device.sleepable_bytes)} were put to sleep and {_gib(freed)} came free on the "
+                f"{device.uuid}: {gib(device.sleepable_bytes)} were put to sleep and {gib(freed)} came free on the "
                 f"device; at least {FREED_SHARE:.0%} must. This worker ends, and its memory with it"
             )
 
@@ -261,21 +260,17 @@ def _require_freed(before: Sequence[DeviceMemory], changes: Sequence[DeviceChang
 def _require_awake(after: Sequence[DeviceMemory], tags: Collection[MemoryTag]) -> None:
     for device in after:
         if left := device.waking_bytes(tags):
-            raise EngineDead(f"{device.uuid}: of {_named(tags)}, {_gib(left)} are asleep after the wake")
+            raise EngineDead(f"{device.uuid}: of {_named(tags)}, {gib(left)} are asleep after the wake")
 
 
 def _named(tags: Iterable[MemoryTag]) -> str:
     return ", ".join(tag_name(tag) for tag in sorted(tags))
 
 
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.2f} GiB"
-
-
 def _told(devices: Sequence[DeviceChange]) -> str:
     return (
         "; ".join(
-            f"{device.uuid} free {_gib(device.free_bytes_before)} -> {_gib(device.free_bytes_after)}"
+            f"{device.uuid} free {gib(device.free_bytes_before)} -> {gib(device.free_bytes_after)}"
             for device in devices
         )
         or "no device"

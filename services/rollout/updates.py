@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 5.0
 """After the deadline that the workers keep; a socket that stands still keeps them from it."""
-WAKE_SECONDS = 60.0  # longest wait for keys and values to wake in a commit
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ class Updates:
         load_seconds = time.monotonic() - loading
         if update.failure is not None:  # a newer epoch ended it, and the engine may be asleep by now
             raise update.failure
-        kv_woken = await self._sleeping.wake_kv(deadline_seconds=WAKE_SECONDS)
+        kv_woken = await self._sleeping.wake_kv()
         probing = time.monotonic()
         ours = await self._probed(probe)
         probed = time.monotonic()
