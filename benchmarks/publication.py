@@ -464,9 +464,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Publications between learner and engine, measured.")
     parser.add_argument("--parts", default="nccl,ipc,greedy,tp2,failures")
     parser.add_argument("--shape", choices=[*SHAPES], default="7b")
-    parser.add_argument(
-        "--small-shape", choices=[*SHAPES], default="tp2", help="in float32, and of failures"
-    )
+    parser.add_argument("--small-shape", choices=[*SHAPES], default="tp2", help="in float32, and of failures")
     parser.add_argument("--pushes", type=int, default=6)
     parser.add_argument("--out", type=Path, default=results.FOLDER)
     arguments = parser.parse_args()

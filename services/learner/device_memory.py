@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import mmap
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,9 @@ class PinnedArena:
                 f"{size_bytes} bytes of host memory cannot be page-locked ({cudart.cudaGetErrorString(code)}); "
                 "raise the limit of locked memory (ulimit -l) or the memory of the container"
             )
+        # Else the driver takes what lies at these addresses next for the pages that lay there, and copies those.
+        unlock = weakref.finalize(self, _unlock, cudart, self.bytes, self._map)
+        unlock.atexit = False  # the pages go with the process
 
 
 @dataclass
@@ -231,6 +235,11 @@ class DeviceMemory:
 
     def _uuid(self) -> str:
         return f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
+
+
+def _unlock(cudart: Any, kept: torch.Tensor, pages: mmap.mmap) -> None:
+    """`pages` are given so that they stay until here."""
+    cudart.cudaHostUnregister(kept.data_ptr())
 
 
 def _part(arena: PinnedArena, block: _Block) -> torch.Tensor:

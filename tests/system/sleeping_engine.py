@@ -137,7 +137,9 @@ def play_the_driver() -> None:
     cuda.memory_reserved = cuda.memory_allocated = lambda *_: 5
     cuda.get_device_properties = lambda *_: SimpleNamespace(uuid="played")
     success = SimpleNamespace(success=0)
-    cuda.cudart = lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaError=success)
+    cuda.cudart = lambda: SimpleNamespace(
+        cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0, cudaError=success
+    )
     device_memory.RunningDigest = TorchDigest
 
 
