@@ -88,6 +88,7 @@ def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:
         (_section(tree, "model"), "path"),
         (_section(tree, "coordinator", "data"), "path"),
         (_section(tree, "coordinator", "evaluation"), "path"),
+        (_section(tree, "reward", "reference"), "path"),
         *((scorer, "path") for scorer in (scorers if isinstance(scorers, list) else []) if isinstance(scorer, dict)),
     ]
     for section, key in places:

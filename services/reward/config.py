@@ -1,4 +1,4 @@
-"""Settings of the reward service: scorers, told apart by `type`."""
+"""Settings of the reward service: scorers, told apart by `type`, and the reference model."""
 
 from __future__ import annotations
 
@@ -176,10 +176,24 @@ AnyScorer = Annotated[
 ]
 
 
+class ReferenceConfig(Config):
+    """The frozen model whose log-probabilities this worker computes; services/reward/reference.py."""
+
+    path: str | None = Field(None, description="Hugging Face folder; null: the model that the run starts from")
+    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="of its weights; null: that of the run")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
+    micro_batch_tokens: int = Field(8192, ge=1, description="tokens of one forward pass, padding counted")
+    max_sequence_tokens: int | None = Field(None, ge=1, description="null: what the model's own settings say")
+    threads: int | None = Field(None, ge=1, description="on the CPU; null: all cores")
+    start_seconds: float = Field(600.0, gt=0, description="by then the model is loaded")
+    batch_seconds: float = Field(300.0, gt=0, description="for one forward pass; then its process is ended")
+
+
 class RewardConfig(Config):
     """What this worker can score with."""
 
     scorers: tuple[AnyScorer, ...] = ()
+    reference: ReferenceConfig | None = None
 
     @property
     def files(self) -> dict[str, Path]:
@@ -189,8 +203,8 @@ class RewardConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _something_to_do(self) -> RewardConfig:
-        if not self.scorers:
-            raise ValueError("needs scorers; this worker would answer nothing")
+        if not self.scorers and self.reference is None:
+            raise ValueError("needs scorers or a reference; this worker would answer nothing")
         return self
 
     @pydantic.model_validator(mode="after")

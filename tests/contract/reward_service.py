@@ -18,6 +18,7 @@ from services.common.server import Server
 from services.reward.assembly import make_scorers
 from services.reward.config import RewardConfig
 from services.reward.readiness import Readiness
+from services.reward.reference import Reference
 from services.reward.service import RewardService
 
 FULL_NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
@@ -47,12 +48,14 @@ class Reward:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, scorers: Sequence[dict[str, Any]] = ()) -> AsyncIterator[Reward]:
+async def serving(
+    folder: Path, scorers: Sequence[dict[str, Any]] = (), reference: Reference | None = None
+) -> AsyncIterator[Reward]:
     """`scorers` as a recipe has them."""
     found = parse(RewardConfig, {"scorers": list(scorers)}, "test").scorers if scorers else ()
     made = make_scorers(RewardConfig.model_construct(scorers=found), folder)
-    server = Server("127.0.0.1", 0, Readiness(made).check_health)
-    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardService(made), FULL_NAME)
+    server = Server("127.0.0.1", 0, Readiness(made, reference).check_health)
+    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardService(made, reference), FULL_NAME)
     await made.start()
     await server.start()
     stopped = asyncio.create_task(server.serve_until_stopped(grace_seconds=0.1))

@@ -79,7 +79,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"scorers": []}, "needs scorers"),
+        ({"scorers": []}, "needs scorers or a reference"),
         ({"scorers": [{"name": "a", "path": "x.py"}, {"name": "a", "path": "y.py"}]}, "'a' is listed twice"),
         ({"scorers": [{"name": "a@1", "path": "x.py"}]}, "scorers.0.name"),
         ({"scorers": [{"name": "a", "path": "x.py", "timeout": 3}]}, "did you mean 'timeout_seconds'"),
