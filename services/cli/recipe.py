@@ -61,7 +61,7 @@ class Recipe(Config):
         files = [Path(self.coordinator.data.path)]
         if self.coordinator.evaluation is not None:
             files.append(Path(self.coordinator.evaluation.path))
-        return [*files, *(scorer.path for scorer in self.reward.scorers)]
+        return [*files, *self.reward.files.values()]
 
 
 def read_recipe(path: Path, assignments: list[str], directory: Path | None = None) -> Recipe:
@@ -88,6 +88,7 @@ def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:
         (_section(tree, "model"), "path"),
         (_section(tree, "coordinator", "data"), "path"),
         (_section(tree, "coordinator", "evaluation"), "path"),
+        (_section(tree, "reward", "reference"), "path"),
         *((scorer, "path") for scorer in (scorers if isinstance(scorers, list) else []) if isinstance(scorer, dict)),
     ]
     for section, key in places:
@@ -113,17 +114,17 @@ def problems(recipe: Recipe) -> list[str]:
 def _missing_files(recipe: Recipe) -> list[str]:
     named = {
         "coordinator.data.path": Path(recipe.coordinator.data.path),
-        **{f"reward.scorers.{number}.path": scorer.path for number, scorer in enumerate(recipe.reward.scorers)},
+        **{f"reward.{key}": path for key, path in recipe.reward.files.items()},
     }
     if recipe.coordinator.evaluation is not None:
         named["coordinator.evaluation.path"] = Path(recipe.coordinator.evaluation.path)
     found = [f"{key}: no such file: {path}" for key, path in named.items() if not path.is_file()]
-    for number, scorer in enumerate(recipe.reward.scorers):
-        if scorer.path.is_file():
+    for key, path in recipe.reward.files.items():
+        if path.is_file():
             try:
-                compile(scorer.path.read_bytes(), str(scorer.path), "exec")
+                compile(path.read_bytes(), str(path), "exec")
             except (SyntaxError, ValueError) as error:
-                found.append(f"reward.scorers.{number}.path: not Python: {error}")
+                found.append(f"reward.{key}: not Python: {error}")
     return found
 
 

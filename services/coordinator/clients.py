@@ -140,6 +140,36 @@ class RewardClient(_Client):
         answer = await self._call(self._stub.ListScorers, reward_pb2.ListScorersRequest(), SHORT_SECONDS)
         return list(answer.scorers)
 
+    async def reference_info(self) -> reward_pb2.ReferenceInfo | None:
+        """What its frozen reference model is; None where it has none, or is still loading it."""
+        answer = await self._call(self._stub.ListScorers, reward_pb2.ListScorersRequest(), SHORT_SECONDS)
+        return answer.reference if answer.HasField("reference") else None
+
+    async def reference_logprobs(
+        self,
+        sequences: dict[str, Sequence[int]],
+        temperature: float,
+        deadline_seconds: float,
+        tokenizer_digest: bytes = b"",
+    ) -> dict[str, list[float]]:
+        """Log-probabilities of each sequence under the reference model, by id: one per token, 0 for the first.
+
+        With the digest of the vocabulary that the ids are of (services/common/digest.py) a reference model with another
+        one is a Conflict.
+        """
+        header = reward_pb2.ReferenceHeader(temperature=temperature, tokenizer_digest=tokenizer_digest)
+        rows = (
+            reward_pb2.ReferenceLogProbsRequest(sequence=reward_pb2.ReferenceSequence(id=name, token_ids=ids))
+            for name, ids in sequences.items()
+        )
+        parts = _each([reward_pb2.ReferenceLogProbsRequest(header=header)], rows)
+        async with aclosing(self._stream(self._stub.ReferenceLogProbs, parts, deadline_seconds)) as answers:
+            found = {answer.id: list(answer.logprobs) async for answer in answers}
+        if found.keys() != sequences.keys():
+            missing = [name for name in sequences if name not in found]
+            raise self._mine(Internal(f"the stream ended with {len(missing)} sequences unanswered: {missing[:3]}"))
+        return found
+
     async def score(
         self, requests: Sequence[reward_pb2.ScoreRequest], deadline_seconds: float
     ) -> list[reward_pb2.ScoreResponse]:

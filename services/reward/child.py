@@ -4,7 +4,15 @@
 user code. Every process that the worker makes, however it hides, stays the guardian's to kill (it is their subreaper).
 It does so when the worker ends, when it is told to (SIGTERM) and when the service dies (SIGTERM from the kernel).
 
-Frames on the socket: 4 bytes of length, big endian, then JSON.
+Frames on the socket (services/reward/framing.py) are JSON. The first says what to load:
+
+    {"program": {"file": {source, path, function, arguments}} or {"builtin": settings}, "whole_groups", limits…}
+    → {"ready": true, "wants": names, "not_enforced": words} or {"refused": why}
+
+Each one after it is a call, and is answered with an outcome per candidate ("last": this worker shall be replaced):
+
+    {"id", "given": by name, "columns": by name, "count": candidates}
+    → {"id", "outcomes": [{"score", "parts"} or {"reason", "message"}, …], "last": bool}
 """
 
 from __future__ import annotations
@@ -21,7 +29,9 @@ from typing import Any, NoReturn
 
 from services.common.processes import die_with_parent
 from services.reward.confinement import confine
-from services.reward.functions import BadValue, Caller, CannotLoad, explain, load, understand
+from services.reward.framing import receive_frame, send_frame
+from services.reward.functions import BadValue, Caller, CannotLoad, explain, load, understand, understand_group
+from services.reward.signature import signature_of
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_SECONDS = 5.0
@@ -128,33 +138,60 @@ def _work(descriptor: int) -> NoReturn:
     )
     fenced = not (start["allow_network"] and start["allow_processes"])
     try:
-        call = Caller(load(start["source"], start["path"], start["function"]))
+        call = _load(start["program"], whole_groups=start["whole_groups"])
     except CannotLoad as error:
         _flush()
         _send(channel, {"refused": _shortened(str(error))})
         os._exit(0)
     _flush()
-    _send(channel, {"ready": True, "not_enforced": missing})
+    _send(channel, {"ready": True, "wants": call.wants, "not_enforced": missing})
     while (task := _receive(channel)) is not None:
-        _send(channel, {"id": task["id"], **_perform(call, task, fenced)})
+        _send(channel, {"id": task["id"], **_perform(call, task, whole_groups=start["whole_groups"], fenced=fenced)})
     os._exit(0)
 
 
-def _perform(call: Caller, task: Frame, fenced: bool) -> Frame:
-    """One call: {"score", "parts"} or {"reason", "message"}; "last" when this worker shall be replaced."""
+def _load(program: Frame, *, whole_groups: bool) -> Caller:
+    """Raises CannotLoad."""
+    if "file" in program:
+        file = program["file"]
+        function = load(file["source"], file["path"], file["function"])
+        return Caller(function, file["arguments"], signature_of(whole_groups=whole_groups))
+    from services.reward.builtin import registry
+
     try:
-        score, parts = understand(call(task["given"], task["columns"]))
-        return {"score": score, "parts": parts}
+        return Caller(registry.make(program["builtin"]))
+    except Exception as error:
+        raise CannotLoad(explain(error)) from None
+
+
+def _perform(call: Caller, task: Frame, *, whole_groups: bool, fenced: bool) -> Frame:
+    """One call: an outcome for each of its candidates."""
+    count = task["count"]
+    try:
+        answer = call(task["given"], task["columns"])
+        if not whole_groups:
+            return {"outcomes": [_scored(*understand(answer))]}
+        understood = understand_group(answer, count, call.name)
+        return {"outcomes": [_failed(u) if isinstance(u, BadValue) else _scored(*u) for u in understood]}
     except BadValue as error:
-        return {"reason": error.reason, "message": _shortened(str(error))}
+        return {"outcomes": [_failed(error)] * count}
     except BaseException as error:
         message = explain(error)
         if fenced and isinstance(error, PermissionError | socket.gaierror):
             message += "\n" + FENCE_HINT
-        return {"reason": "exception", "message": _shortened(message), "last": isinstance(error, MemoryError)}
+        outcome = {"reason": "exception", "message": _shortened(message)}
+        return {"outcomes": [outcome] * count, "last": isinstance(error, MemoryError)}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # a forgotten alarm shall not hit the next call
         _flush()
+
+
+def _scored(score: float, parts: dict[str, float]) -> Frame:
+    return {"score": score, "parts": parts}
+
+
+def _failed(error: BadValue) -> Frame:
+    return {"reason": error.reason, "message": _shortened(str(error))}
 
 
 def _flush() -> None:
@@ -171,24 +208,13 @@ def _shortened(message: str) -> str:
 
 
 def _send(channel: socket.socket, frame: Frame) -> None:
-    data = json.dumps(frame).encode()
-    channel.sendall(len(data).to_bytes(4, "big") + data)
+    send_frame(channel, json.dumps(frame).encode())
 
 
 def _receive(channel: socket.socket) -> Frame | None:
     """The next frame; None when the service closed its end."""
-    size = int.from_bytes(_exactly(channel, 4), "big")
-    return json.loads(_exactly(channel, size)) if size else None
-
-
-def _exactly(channel: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = channel.recv(min(count - len(data), 2**20))
-        if not part:
-            return b""
-        data += part
-    return bytes(data)
+    data = receive_frame(channel)
+    return json.loads(data) if data else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Child processes for user code that can be killed, one call at a time each. Knows processes, not rewards.
+"""Child processes for code that may hang or break, one call at a time each. Knows processes, not rewards.
 
 Own children instead of a pool library: the whole family of a child must die with it, also when this service is killed,
 and the service must know how a child ended and what it printed last.
@@ -15,26 +15,21 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.reward.framing import framed, read_frame
+
 logger = logging.getLogger(__name__)
 
-ANSWER_BYTES = 2**20
+ANSWER_BYTES = 2**20  # of one candidate
 OUTPUT_KEPT_BYTES = 2**20  # of everything that user code prints, per sandbox
 TAIL_BYTES = 2000  # of the last output, for messages
 STOP_SECONDS = 3.0  # for a guardian to kill its family
-
-
-@dataclass(frozen=True)
-class Program:
-    """The user's function, as read at the start: children started later run the same text."""
-
-    source: str
-    path: str
-    function: str
+REPORT_SECONDS = 15.0  # between two lines about calls that take long
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,8 @@ class Died(Exception):
 class Sandbox:
     """A fixed number of children. A dead one is replaced when the next call needs it."""
 
-    def __init__(self, name: str, program: Program, limits: Limits, log: Path) -> None:
+    def __init__(self, name: str, program: Mapping[str, Any], limits: Limits, log: Path) -> None:
+        """`program` says in the first frame what a child shall load: the same text for one that is started later."""
         self._name = name
         self._program = program
         self._limits = limits
@@ -70,40 +66,70 @@ class Sandbox:
         self._places: asyncio.Queue[_Child | None] = asyncio.Queue()
         self._children: set[_Child] = set()
         self._calls: set[asyncio.Task[Any]] = set()
+        self._begun: dict[asyncio.Task[Any], float] = {}
+        self._waiting = 0
+        self._reporting: asyncio.Task[None] | None = None
         self._problem: str | None = "not started"
+        self.wants: list[str] = []
+        """What the program asks to be told, known after `start`."""
 
     async def start(self) -> None:
         """Starts every child. Raises Refused, TimedOut or Died when one does not come up."""
         for _ in range(self._limits.processes):
             self._places.put_nowait(await self._start_child())
+        self._reporting = asyncio.create_task(self._report())
 
     def problem(self) -> str | None:
         """Why the last start of a child failed; None when it came up."""
         return self._problem
 
-    async def call(self, task: Mapping[str, Any]) -> dict[str, Any]:
+    async def call(self, task: Mapping[str, Any], candidates: int = 1) -> dict[str, Any]:
         """The child's answer. Raises TimedOut or Died. A cancelled caller leaves the call to run to its limit."""
-        child = await self._places.get()
-        running = asyncio.create_task(self._run(child, task))
+        self._waiting += 1
+        try:
+            child = await self._places.get()
+        finally:
+            self._waiting -= 1
+        running = asyncio.create_task(self._run(child, task, candidates))
         self._calls.add(running)
-        running.add_done_callback(self._calls.discard)
-        running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen, also if nobody waits
+        self._begun[running] = time.monotonic()
+        running.add_done_callback(self._ended)
         return await asyncio.shield(running)
 
     async def close(self) -> None:
         """Kills every child and its family."""
+        if self._reporting is not None:
+            self._reporting.cancel()
         for running in list(self._calls):
             running.cancel()
         await asyncio.gather(*(child.kill() for child in list(self._children)))
 
-    async def _run(self, child: _Child | None, task: Mapping[str, Any]) -> dict[str, Any]:
+    def _ended(self, running: asyncio.Task[Any]) -> None:
+        self._calls.discard(running)
+        self._begun.pop(running, None)
+        if not running.cancelled():
+            running.exception()  # seen, also if nobody waits
+
+    async def _report(self) -> None:
+        """Says what is waited for, so that a run which stands still because of a slow scorer says so."""
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            oldest = max((time.monotonic() - begun for begun in self._begun.values()), default=0.0)
+            if oldest >= REPORT_SECONDS:
+                logger.info(
+                    "%s: %d call(s) run, the oldest for %.0f of at most %.0f s; %d more wait for one of %d child(ren)",
+                    self._name, len(self._begun), oldest, self._limits.timeout_seconds, self._waiting,
+                    self._limits.processes,
+                )  # fmt: skip
+
+    async def _run(self, child: _Child | None, task: Mapping[str, Any], candidates: int) -> dict[str, Any]:
         try:
             if child is None:
                 try:
                     child = await self._start_child()
                 except (Refused, TimedOut) as error:
                     raise Died(f"a new child did not come up: {error}") from None
-            answer = await child.ask(task, self._limits.timeout_seconds)
+            answer = await child.ask(task, self._limits.timeout_seconds, candidates)
             if answer.get("last"):
                 await self._discard(child)
                 child = None
@@ -121,11 +147,9 @@ class Sandbox:
         try:
             child = await _Child.launch(self._output)
             self._children.add(child)
-            limits, program = self._limits, self._program
+            limits = self._limits
             start = {
-                "source": program.source,
-                "path": program.path,
-                "function": program.function,
+                **self._program,
                 "memory_mib": limits.memory_mib,
                 "allow_network": limits.allow_network,
                 "allow_processes": limits.allow_processes,
@@ -133,6 +157,9 @@ class Sandbox:
             answer = await child.ask(start, limits.start_seconds)
             if "refused" in answer:
                 raise Refused(str(answer["refused"]))
+            if not answer.get("ready"):
+                raise Died("the child did not say that it is ready; user code wrote to its socket?")
+            self.wants = answer["wants"]
         except BaseException as error:
             self._problem = f"{type(error).__name__}: {error}"
             if child is not None:
@@ -192,22 +219,19 @@ class _Child:
         child._reader, child._writer = await asyncio.open_connection(sock=ours)
         return child
 
-    async def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    async def ask(self, message: Mapping[str, Any], seconds: float, candidates: int = 1) -> dict[str, Any]:
         """Sends one frame and waits for the answer to it. Raises TimedOut or Died; the child is then of no more use."""
         self._asked += 1
         data = json.dumps({"id": self._asked, **message}).encode()
         try:
             async with asyncio.timeout(seconds):
-                self._writer.write(len(data).to_bytes(4, "big") + data)
+                self._writer.write(framed(data))
                 await self._writer.drain()
-                size = int.from_bytes(await self._reader.readexactly(4), "big")
-                if size > ANSWER_BYTES:
-                    raise ValueError(f"an answer of {size} bytes")
-                answer = json.loads(await self._reader.readexactly(size))
+                answer = json.loads(await read_frame(self._reader, ANSWER_BYTES * candidates))
         except TimeoutError:
             raise TimedOut(f"no answer within {seconds:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise Died(f"the child {await self._how_it_ended()}{self._last_words()}") from None
+            raise Died(f"the child {await self._how_it_ended()}{await self._last_words()}") from None
         except ValueError as error:
             raise Died(f"the child's answer makes no sense: {error}") from None
         if not isinstance(answer, dict) or answer.get("id", self._asked) != self._asked:
@@ -240,7 +264,8 @@ class _Child:
             return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
         return f"ended with exit code {code}"
 
-    def _last_words(self) -> str:
+    async def _last_words(self) -> str:
+        await asyncio.wait({self._drain}, timeout=STOP_SECONDS)  # its end may be known before its output has been read
         text = bytes(self._tail).decode("utf-8", "replace").strip()
         return f"; its last output:\n{text}" if text else ""
 

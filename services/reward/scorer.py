@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -23,13 +24,13 @@ class Scorer(Protocol):
     whole_groups: bool
     signature: str
     concurrency: int
-    """Candidates that it works on at the same time."""
+    """Calls that it works on at the same time: of a candidate, or of a group with `whole_groups`."""
 
     async def start(self) -> None:
         """Gets ready to score. Raises ConfigError when it never can."""
 
     async def score(self, candidates: Sequence[reward_pb2.Candidate]) -> list[Outcome]:
-        """One outcome per candidate, in their order."""
+        """One outcome per candidate, in their order. With `whole_groups` they are all answers to one prompt."""
 
     def problem(self) -> str | None:
         """None while it can score, else what is wrong."""
@@ -72,13 +73,15 @@ class ScorerSet:
         """The first scorer's problem, None when all can score."""
         return next((f"{full_name(s)}: {p}" for s in self._scorers if (p := s.problem()) is not None), None)
 
-    async def check_health(self) -> str | None:
-        return self.problem()
-
     async def start(self) -> None:
-        """Raises ConfigError when a scorer never can score."""
-        for scorer in self._scorers:
-            await scorer.start()
+        """Starts all at once. Raises ConfigError when a scorer never can score."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for scorer in self._scorers:
+                    group.create_task(scorer.start())
+        except BaseExceptionGroup as errors:
+            await self.close()
+            raise errors.exceptions[0] from None
 
     async def close(self) -> None:
         for scorer in self._scorers:

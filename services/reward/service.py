@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 from antiphon.reward.v1 import reward_pb2, reward_pb2_grpc
 
-from services.common.errors import InvalidRequest
-from services.reward.scorer import Outcome, Scorer, ScorerSet, full_name
+from services.common.errors import InvalidRequest, NotFound, Overloaded
+from services.reward.answering import Answering, Work
+from services.reward.reference import Reference
+from services.reward.scorer import ScorerSet
+from services.reward.scoring import ScoreStream
 
-LONGEST_ID = 1000  # characters; what was seen is remembered for the length of a stream
+MOST_REFERENCE_STREAMS = 64
+BATCHES_AHEAD = 4
+"""A stream has so many micro-batches of the reference model's under way or not yet taken."""
 
 
 class RewardService(reward_pb2_grpc.RewardServiceServicer):
-    def __init__(self, scorers: ScorerSet) -> None:
+    def __init__(self, scorers: ScorerSet, reference: Reference | None = None) -> None:
         self._scorers = scorers
+        self._reference = reference
+        self._reference_streams = 0
 
     async def Score(
         self, requests: AsyncIterator[reward_pb2.ScoreRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[reward_pb2.ScoreResponse]:
-        stream = _Stream(self._scorers)
-        async for response in stream.answers(requests):
-            yield response
+        stream = ScoreStream(self._scorers)
+        answering = Answering(requests, stream.accept, stream.finish, stream.room)
+        async with aclosing(answering.answers()) as answers:
+            async for response in answers:
+                yield response
 
     async def ListScorers(
         self, request: reward_pb2.ListScorersRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -35,67 +44,58 @@ class RewardService(reward_pb2_grpc.RewardServiceServicer):
             )
             for scorer in self._scorers
         ]
-        return reward_pb2.ListScorersResponse(scorers=infos)
+        reference = None if self._reference is None else self._reference.process.info
+        return reward_pb2.ListScorersResponse(scorers=infos, reference=reference)
 
-
-class _Stream:
-    """One Score call: reads ahead no more than what keeps the scorers busy, answers as outcomes come."""
-
-    def __init__(self, scorers: ScorerSet) -> None:
-        self._scorers = scorers
-        self._room = asyncio.Semaphore(2 * sum(scorer.concurrency for scorer in scorers))
-        self._done: asyncio.Queue[reward_pb2.ScoreResponse | None] = asyncio.Queue()
-        self._seen: set[tuple[str, int, int, int]] = set()
-
-    async def answers(
-        self, requests: AsyncIterator[reward_pb2.ScoreRequest]
-    ) -> AsyncIterator[reward_pb2.ScoreResponse]:
-        reading = asyncio.create_task(self._read(requests))
-        reading.add_done_callback(lambda _: self._done.put_nowait(None))
+    async def ReferenceLogProbs(
+        self, requests: AsyncIterator[reward_pb2.ReferenceLogProbsRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[reward_pb2.ReferenceLogProbsResponse]:
+        if self._reference is None:
+            raise NotFound("this reward worker has no reference model; its settings need a `reference`")
+        if self._reference_streams >= MOST_REFERENCE_STREAMS:
+            raise Overloaded(f"{MOST_REFERENCE_STREAMS} streams of ReferenceLogProbs run already")
+        stream = _ReferenceStream(self._reference)
+        room = BATCHES_AHEAD * self._reference.micro_batch_tokens
+        answering = Answering(requests, stream.accept, stream.finish, room)
+        self._reference_streams += 1
         try:
-            while (response := await self._done.get()) is not None:
-                yield response
-                self._room.release()
-            await reading  # raises what ended the reading
+            async with aclosing(answering.answers()) as answers:
+                async for response in answers:
+                    yield response
         finally:
-            reading.cancel()
-
-    async def _read(self, requests: AsyncIterator[reward_pb2.ScoreRequest]) -> None:
-        """Reads to the end and waits for the last outcome; the first error cancels what is under way."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                async for request in requests:
-                    scorer = self._check(request)
-                    await self._room.acquire()
-                    group.create_task(self._score(scorer, request.candidate))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-
-    def _check(self, request: reward_pb2.ScoreRequest) -> Scorer:
-        candidate = request.candidate
-        prompt = candidate.prompt_id
-        if not prompt.dataset or len(prompt.dataset) > LONGEST_ID:
-            raise InvalidRequest(
-                f"a candidate needs a prompt_id.dataset of 1 to {LONGEST_ID} characters, got {len(prompt.dataset)}"
-            )
-        key = (prompt.dataset, prompt.row, prompt.epoch, candidate.sample_number)
-        if key in self._seen:
-            which = f"{prompt.dataset}/{prompt.epoch}/{prompt.row}/{candidate.sample_number}"
-            raise InvalidRequest(f"candidate {which} came twice in one stream; an id is scored once per call")
-        self._seen.add(key)
-        return self._scorers.find(request.scorer)
-
-    async def _score(self, scorer: Scorer, candidate: reward_pb2.Candidate) -> None:
-        (outcome,) = await scorer.score([candidate])
-        self._done.put_nowait(_response(scorer, candidate, outcome))
+            self._reference_streams -= 1
 
 
-def _response(scorer: Scorer, candidate: reward_pb2.Candidate, outcome: Outcome) -> reward_pb2.ScoreResponse:
-    response = reward_pb2.ScoreResponse(
-        prompt_id=candidate.prompt_id, sample_number=candidate.sample_number, scorer=full_name(scorer)
-    )
-    if isinstance(outcome, reward_pb2.ScoreFailure):
-        response.failure.CopyFrom(outcome)
-    else:
-        response.score.CopyFrom(outcome)
-    return response
+class _ReferenceStream:
+    """One ReferenceLogProbs call."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._header: reward_pb2.ReferenceHeader | None = None
+        self._seen: set[str] = set()
+
+    def accept(self, request: reward_pb2.ReferenceLogProbsRequest) -> Work[reward_pb2.ReferenceLogProbsResponse] | None:
+        part = request.WhichOneof("part")
+        if self._header is None:
+            if part != "header":
+                raise InvalidRequest(f"the stream must begin with its header, got {part}")
+            self._header = header = request.header
+            self._reference.check_header(header.temperature, header.tokenizer_digest)
+            return None
+        if part != "sequence":
+            raise InvalidRequest(f"after {len(self._seen)} sequences: expected a sequence, got {part}")
+        sequence, temperature = request.sequence, self._header.temperature
+        if sequence.id in self._seen:
+            raise InvalidRequest(f"sequence {sequence.id} came twice in one stream")
+        self._seen.add(sequence.id)
+        self._reference.check_sequence(sequence.id, sequence.token_ids)
+
+        async def run() -> list[reward_pb2.ReferenceLogProbsResponse]:
+            logprobs = await self._reference.logprobs(sequence.token_ids, temperature)
+            return [reward_pb2.ReferenceLogProbsResponse(id=sequence.id, logprobs=logprobs)]
+
+        return Work(len(sequence.token_ids), run)
+
+    def finish(self) -> None:
+        if self._header is None:
+            raise InvalidRequest("the stream ended before its header")

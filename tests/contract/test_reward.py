@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,24 @@ import pytest
 from antiphon.events.v1 import events_pb2
 from antiphon.reward.v1 import reward_pb2, reward_pb2_grpc
 from antiphon.tenant.v1 import tenant_pb2
-from antiphon.types.v1 import trajectory_pb2
 
 from services.common.announcements import Registry
 from services.common.bus import Bus
 from services.common.client import Peer
-from services.common.config import ModelConfig, ProcessConfig, ServiceConfig, dump
 from services.common.errors import InvalidRequest, NotFound
-from services.common.server import Server
-from services.reward.config import FunctionScorer as Settings
-from services.reward.config import RewardConfig
-from services.reward.function_scorer import FunctionScorer
-from services.reward.scorer import ScorerSet
-from services.reward.service import RewardService
-
-FULL_NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
-DEADLINE_SECONDS = 60.0
-TIMEOUT_SECONDS = 2.0
-INFRA, DATA = reward_pb2.FAILURE_KIND_INFRA, reward_pb2.FAILURE_KIND_DATA
+from services.reward import sandbox
+from tests.contract import reward_service
+from tests.contract.reward_service import (
+    DATA,
+    DEADLINE_SECONDS,
+    INFRA,
+    Reward,
+    alive,
+    children_of,
+    process_config,
+    request,
+    until,
+)
 
 USER_FILE = """
 import os, signal, subprocess, sys, threading, time, socket, decimal, fractions, tempfile, asyncio
@@ -121,13 +121,15 @@ def in_main_thread(): return threading.current_thread() is threading.main_thread
 def alarm():
     def ring(*_): raise TimeoutError("rang")
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    try: time.sleep(5)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        time.sleep(50)
     except TimeoutError: return 1.0
 def leaves_alarm():
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    signal.setitimer(signal.ITIMER_REAL, 1000)
     return 1.0
+def seconds_to_alarm(): return signal.getitimer(signal.ITIMER_REAL)[0]
 def uses_thread():
     found = []
     thread = threading.Thread(target=lambda: found.append(1.0)); thread.start(); thread.join()
@@ -198,11 +200,6 @@ FAILURES: dict[str, tuple[int, str, str]] = {
     "subprocesses": (DATA, "exception", "allow_processes"),
     "dials": (DATA, "exception", "allow_network"),
     "dials_udp": (DATA, "exception", "allow_network"),
-    "hangs": (DATA, "timeout", "2 s"),
-    "sleeps": (DATA, "timeout", "2 s"),
-    "hangs_async": (DATA, "timeout", "2 s"),
-    "ignores_signals": (DATA, "timeout", "2 s"),
-    "catches_everything": (DATA, "timeout", "2 s"),
     "os_exit_zero": (INFRA, "killed", "ended with exit code 0"),
     "os_exit": (INFRA, "killed", "ended with exit code 7"),
     "kills_itself": (INFRA, "killed", "SIGKILL"),
@@ -211,82 +208,21 @@ FAILURES: dict[str, tuple[int, str, str]] = {
 }
 
 
-class Reward:
-    """A running service and a channel to it."""
+def settings(folder: Path) -> dict[str, Any]:
+    return {"scorers": [{"name": "user", "path": str(folder / "user.py")}]}
 
-    def __init__(self, peer: Peer, folder: Path) -> None:
-        self.stub = reward_pb2_grpc.RewardServiceStub(peer.channel)
-        self.peer = peer
-        self.folder = folder
 
-    async def score(
-        self, requests: Iterable[reward_pb2.ScoreRequest] | AsyncIterator[reward_pb2.ScoreRequest]
-    ) -> list[reward_pb2.ScoreResponse]:
-        stream = self.peer.stream(self.stub.Score, requests, deadline_seconds=DEADLINE_SECONDS)
-        return [response async for response in stream]
+HANGS = ("hangs", "sleeps", "hangs_async", "ignores_signals", "catches_everything")
 
 
 @contextlib.asynccontextmanager
 async def serving(folder: Path, source: str = USER_FILE, **settings: Any) -> AsyncIterator[Reward]:
+    """One scorer, user@v1, whose limits are too wide to matter unless a test narrows them."""
     path = folder / "user.py"
     path.write_text(source)
-    defaults = {"name": "user", "version": "v1", "timeout_seconds": TIMEOUT_SECONDS, "memory_mib": 400, "processes": 2}
-    scorers = ScorerSet([FunctionScorer(Settings(path=path, **(defaults | settings)), folder)])
-    server = Server("127.0.0.1", 0, scorers.check_health)
-    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, RewardService(scorers), FULL_NAME)
-    await scorers.start()
-    await server.start()
-    stopped = asyncio.create_task(server.serve_until_stopped(grace_seconds=0.1))
-    peer = Peer("reward-0", server.address)
-    try:
-        yield Reward(peer, folder)
-    finally:
-        await peer.close()
-        server.request_stop()
-        await stopped
-        await scorers.close()
-
-
-def request(
-    response: str, *, row: int = 0, sample: int = 0, scorer: str = "user", columns: str = "", reference: str = "ref"
-) -> reward_pb2.ScoreRequest:
-    prompt_id = trajectory_pb2.PromptId(dataset="train", row=row)
-    candidate = reward_pb2.Candidate(
-        prompt_id=prompt_id, sample_number=sample, group_size=8, prompt_text="<user>the prompt", response_text=response,
-        reference=reference, columns_json=columns,
-    )  # fmt: skip
-    return reward_pb2.ScoreRequest(scorer=scorer, candidate=candidate)
-
-
-def children_of(pid: int) -> set[int]:
-    """All descendants, by parent ids."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found: set[int] = set()
-    frontier = {pid}
-    while frontier:
-        frontier = {child for child, parent in parents.items() if parent in frontier} - found
-        found |= frontier
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def until(condition: Any, seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        await asyncio.sleep(0.02)
-    return True
+    defaults = {"name": "user", "version": "v1", "timeout_seconds": 50.0, "memory_mib": 400, "processes": 2}
+    async with reward_service.serving(folder, [{"path": str(path), **defaults, **settings}]) as reward:
+        yield reward
 
 
 async def test_every_failure_is_typed_and_the_siblings_still_score(tmp_path: Path) -> None:
@@ -318,6 +254,92 @@ async def test_every_failure_is_typed_and_the_siblings_still_score(tmp_path: Pat
     assert await until(lambda: not any(alive(pid) for pid in family)), "children outlived the service"
 
 
+async def test_whatever_hangs_is_ended_and_the_siblings_still_score(tmp_path: Path) -> None:
+    path = tmp_path / "user.py"
+    path.write_text(USER_FILE)
+    hasty = {"name": "hasty", "path": str(path), "timeout_seconds": 0.5, "processes": 3}
+    patient = {"name": "patient", "path": str(path), "timeout_seconds": 50.0}
+    async with reward_service.serving(tmp_path, [hasty, patient]) as reward:
+        requests = [request(name, row=row, scorer="hasty") for row, name in enumerate(HANGS)]
+        requests += [request("ok", row=row, sample=1, scorer="patient") for row in range(len(HANGS))]
+        responses = await reward.score(requests)
+        family = children_of(os.getpid())
+    for response in responses:
+        if response.sample_number == 1:
+            assert response.score.value == 0.25
+        else:
+            assert (response.failure.kind, response.failure.reason) == (DATA, "timeout"), response
+            assert "hasty (score in" in response.failure.message and "within 0.5 s" in response.failure.message
+    assert len(responses) == 2 * len(HANGS)
+    assert await until(lambda: not any(alive(pid) for pid in family)), "children outlived the service"
+
+
+async def test_a_forgotten_alarm_does_not_reach_the_next_call(tmp_path: Path) -> None:
+    async with serving(tmp_path, processes=1) as reward:
+        (left,) = await reward.score([request("leaves_alarm")])
+        (following,) = await reward.score([request("seconds_to_alarm")])
+    assert (left.score.value, following.score.value) == (1.0, 0.0)
+
+
+async def test_last_words_are_told_however_late_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a child is known before what it printed has been read."""
+    read = sandbox._Child._read_output
+
+    async def late(child: Any) -> None:
+        await asyncio.sleep(0.3)
+        await read(child)
+
+    monkeypatch.setattr(sandbox._Child, "_read_output", late)
+    async with serving(tmp_path, processes=1) as reward:
+        (response,) = await reward.score([request("crashes")])
+    assert response.failure.reason == "killed" and "about to crash" in response.failure.message
+
+
+async def test_a_wait_says_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """cases.md R04, for what runs here: the log names the scorer, its limit and how many wait."""
+    monkeypatch.setattr(sandbox, "REPORT_SECONDS", 0.1)
+    caplog.set_level(logging.INFO, "services.reward.sandbox")
+    async with serving(tmp_path, processes=1, timeout_seconds=1.0) as reward:
+        responses = await reward.score([request("sleeps"), request("ok", row=1)])
+    assert [response.failure.reason for response in responses] == ["timeout", ""]
+    lines = [record.getMessage() for record in caplog.records if "wait for one of" in record.getMessage()]
+    assert lines and "user@v1: 1 call(s) run, the oldest for 0 of at most 1 s; 1 more wait for one of 1" in lines[0]
+
+
+async def test_what_is_not_enforced_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """cases.md R08: what user code is not kept from is in the log, plainly."""
+    caplog.set_level(logging.INFO, "services.reward.sandbox")
+    async with serving(tmp_path, processes=1, allow_network=True, allow_processes=True):
+        pass
+    (line,) = [record.getMessage() for record in caplog.records if "not enforced" in record.getMessage()]
+    for text in ("access to files", "the number of processes", "no network (allowed by allow_network)"):
+        assert text in line
+
+
+async def test_a_caller_that_is_still_sending_is_told_what_was_wrong(tmp_path: Path) -> None:
+    large = "x" * 200_000
+
+    async def requests(first: reward_pb2.ScoreRequest, rest: int) -> AsyncIterator[reward_pb2.ScoreRequest]:
+        yield first
+        for row in range(rest):
+            yield request("ok", row=100 + row, reference=large)
+
+    async def waits_for_an_answer() -> AsyncIterator[reward_pb2.ScoreRequest]:
+        yield request("ok", scorer="other")
+        await asyncio.sleep(1000)
+
+    async with serving(tmp_path) as reward:
+        for _ in range(3):
+            with pytest.raises(NotFound, match="no scorer 'other' here"):
+                await reward.score(requests(request("ok", scorer="other"), 100))
+            with pytest.raises(InvalidRequest, match="columns_json"):  # known only when it is scored
+                await reward.score(requests(request("ok", columns="{"), 100))
+        with pytest.raises(NotFound, match="no scorer 'other' here"):
+            await reward.score(waits_for_an_answer())
+
+
 async def test_output_of_user_code_is_kept_apart_and_bounded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with serving(tmp_path) as reward:
         (response,) = await reward.score([request("prints_much")])
@@ -331,7 +353,7 @@ async def test_output_of_user_code_is_kept_apart_and_bounded(tmp_path: Path, cap
 @pytest.mark.parametrize("name", ["fork_that_hangs", "fork_and_return"])
 async def test_processes_of_user_code_die_with_its_child(tmp_path: Path, name: str) -> None:
     marker = tmp_path / "pid"
-    async with serving(tmp_path, allow_processes=True, processes=1) as reward:
+    async with serving(tmp_path, allow_processes=True, processes=1, timeout_seconds=2.0) as reward:
         columns = f'{{"path": "{marker}"}}'
         first, second, third = await reward.score(
             [request(name, columns=columns), request("ok", row=1), request("runs_program", row=2, columns=columns)]
@@ -357,6 +379,7 @@ import asyncio
 from pathlib import Path
 from services.reward.config import FunctionScorer as Settings
 from services.reward.function_scorer import FunctionScorer
+from services.reward.readiness import Readiness
 from antiphon.reward.v1 import reward_pb2
 async def run():
     folder = Path({str(tmp_path)!r})
@@ -387,7 +410,7 @@ async def test_a_new_child_runs_the_text_that_was_read_at_the_start(tmp_path: Pa
 
 async def test_the_process_announces_itself_scores_and_stops(tmp_path: Path, nats_server: Any) -> None:
     (tmp_path / "user.py").write_text(USER_FILE)
-    config = process_config(tmp_path, nats_server)
+    config = process_config(tmp_path, nats_server, settings(tmp_path))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.reward", "--config", str(config), stderr=asyncio.subprocess.PIPE
     )
@@ -420,25 +443,14 @@ async def test_the_process_announces_itself_scores_and_stops(tmp_path: Path, nat
 
 async def test_a_process_whose_file_does_not_import_ends_with_the_reason(tmp_path: Path, nats_server: Any) -> None:
     (tmp_path / "user.py").write_text("import does_not_exist\n")
+    config = process_config(tmp_path, nats_server, settings(tmp_path))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.reward", "--config", str(process_config(tmp_path, nats_server)),
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        sys.executable, "-m", "services.reward", "--config", str(config), stderr=asyncio.subprocess.PIPE
+    )
     _, errors = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 2
     assert "No module named 'does_not_exist'" in errors.decode()
     assert f"{tmp_path}/user.py" in errors.decode()
-
-
-def process_config(folder: Path, nats_server: Any) -> Path:
-    path = folder / "reward-0.yaml"
-    service = ServiceConfig(
-        run_id="run-1", worker_id="reward-0", run_dir=folder, nats_url=nats_server.url,
-        nats_monitor_url=nats_server.monitor_url,
-    )  # fmt: skip
-    settings = RewardConfig(scorers=[Settings(name="user", path=folder / "user.py")])
-    path.write_text(dump(ProcessConfig(service=service, model=ModelConfig(path="none"), settings=settings)))
-    return path
 
 
 async def test_arguments_arrive_by_name(tmp_path: Path) -> None:
@@ -510,7 +522,7 @@ async def test_answers_come_before_the_stream_is_closed_and_reading_waits_for_ro
 
 
 async def test_a_caller_that_leaves_does_not_break_the_children(tmp_path: Path) -> None:
-    async with serving(tmp_path, processes=1) as reward:
+    async with serving(tmp_path, processes=1, timeout_seconds=1.0) as reward:
         stream = reward.peer.stream(
             reward.stub.Score, [request("ok"), request("sleeps", row=1), request("ok", row=2)], deadline_seconds=30
         )

@@ -1,4 +1,5 @@
-"""A reward service without children: a plain function as scorer, with switches for what may go wrong."""
+"""A reward service without children: a plain function as scorer, the simulated policy's first version as reference, and
+switches for what may go wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 from antiphon.reward.v1 import reward_pb2, reward_pb2_grpc
 
-from services.common.errors import AntiphonError, NotFound
+from services.common.errors import AntiphonError, Conflict, InvalidRequest, NotFound
+from tests.simulated.policy import logprobs, policy
 
 Outcome = float | reward_pb2.ScoreFailure
 
@@ -29,11 +31,31 @@ class SimulatedReward(reward_pb2_grpc.RewardServiceServicer):
         self.seen: list[reward_pb2.Candidate] = []
         self.streams = 0
         self.delay_seconds: Callable[[reward_pb2.Candidate], float] = lambda candidate: 0.0
+        self.reference: reward_pb2.ReferenceInfo | None = reward_pb2.ReferenceInfo(
+            path="simulated", dtype="float32", digest=policy(0).digest, tokenizer_digest=b"simulated",
+            vocabulary_size=1000, max_sequence_tokens=1000,
+        )  # fmt: skip
         self.stream_errors: list[AntiphonError] = []  # raised one per stream, before any answer
 
     async def ListScorers(self, request: Any, context: Any) -> reward_pb2.ListScorersResponse:
         info = reward_pb2.ScorerInfo(name="digits", version=self.version, signature="antiphon")
-        return reward_pb2.ListScorersResponse(scorers=[info])
+        return reward_pb2.ListScorersResponse(scorers=[info], reference=self.reference)
+
+    async def ReferenceLogProbs(
+        self, requests: AsyncIterator[reward_pb2.ReferenceLogProbsRequest], context: Any
+    ) -> AsyncIterator[reward_pb2.ReferenceLogProbsResponse]:
+        """Of the policy's version 0, whatever the temperature."""
+        parts = [request async for request in requests]
+        if self.reference is None:
+            raise NotFound(f"{self.worker_id} has no reference model")
+        if not parts or parts[0].WhichOneof("part") != "header":
+            raise InvalidRequest("no header")
+        digest = parts[0].header.tokenizer_digest
+        if digest not in (b"", self.reference.tokenizer_digest):
+            raise Conflict("another tokenizer")
+        for part in parts[1:]:
+            values = logprobs(part.sequence.token_ids, 0)
+            yield reward_pb2.ReferenceLogProbsResponse(id=part.sequence.id, logprobs=values)
 
     async def Score(
         self, requests: AsyncIterator[reward_pb2.ScoreRequest], context: Any

@@ -84,6 +84,21 @@ def test_the_saved_recipe_reads_back_to_the_same_from_anywhere(folder: Path, mon
     assert read_recipe(folder / "saved.yaml", []) == recipe
 
 
+def test_scorers_without_a_file_and_a_reference_model_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = [
+        "reward.scorers=[{name: right, type: number}, {name: all, type: composite, parts: {right: 1.0}}]",
+        "reward.reference={path: model, device: cpu}",
+        "coordinator.scorer=all",
+    ]
+    recipe = read_recipe(written(folder), changes)
+    assert problems(recipe) == []
+    assert recipe.data_files() == [folder / "train.jsonl", folder / "heldout.jsonl"]
+    assert recipe.reward.reference is not None and recipe.reward.reference.path == str(folder / "model")
+    save_recipe(recipe, folder / "saved.yaml")
+    monkeypatch.chdir("/")
+    assert read_recipe(folder / "saved.yaml", []) == recipe
+
+
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [

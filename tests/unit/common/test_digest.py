@@ -4,7 +4,7 @@ import hashlib
 
 from antiphon.types.v1 import chat_pb2, policy_pb2
 
-from services.common.digest import digest_messages
+from services.common.digest import digest_messages, digest_vocabulary
 
 
 def test_the_digest_is_what_the_docstring_says() -> None:
@@ -31,3 +31,11 @@ def test_order_borders_and_number_of_messages_count() -> None:
 
 def test_the_fixed64_of_a_policy_is_in_it() -> None:
     assert digest_messages([policy_pb2.Policy(version=1, digest=5)]) != digest_messages([policy_pb2.Policy(version=1)])
+
+
+def test_the_digest_of_a_vocabulary_is_what_its_docstring_says() -> None:
+    expected = hashlib.sha256(
+        b"\0\0\0\0\0\0\0\x02" + b"\0\0\0\0\0\0\0\x02" + "é".encode() + b"\0\0\0\0\0\0\0\x05" + b"\0\0\0\0\0\0\0\x01a"
+    ).digest()
+    assert digest_vocabulary({"a": 5, "é": 2}) == digest_vocabulary({"é": 2, "a": 5}) == expected
+    assert digest_vocabulary({"a": 2, "é": 5}) != expected

@@ -22,6 +22,7 @@ NAMED_FOR_IT = (
     "services.rollout.vllm_memory",
     "services.rollout.vllm_names",
     "services.rollout.vllm_weights",
+    "services.reward.reference_model",
     "services.learner.deepspeed_trainer",
     "services.learner.device_memory",
     "services.learner.fused_layers",

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.functions import BadValue, Caller, CannotLoad, explain, load, understand
+from services.reward.functions import BadValue, Caller, CannotLoad, explain, load, understand, understand_group
+from services.reward.signature import GROUP
 
 GIVEN = {"prompt": "p", "response": "r", "reference": "f"}
 
@@ -80,6 +81,72 @@ def test_async_functions_share_one_loop() -> None:
 def test_signatures_that_can_never_be_called_are_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(CannotLoad):
         Caller(function)
+
+
+def test_a_function_gets_the_arguments_of_the_recipe_and_they_win_over_columns() -> None:
+    def score(response: str, weight: float, level: int = 0) -> tuple[float, int]:
+        return weight, level
+
+    call = Caller(score, {"weight": 0.5})
+    assert call(GIVEN, {"weight": 9.0, "level": 3}) == (0.5, 3)
+    with pytest.raises(CannotLoad, match="it takes no wieght, which the scorer's `arguments` give"):
+        Caller(score, {"wieght": 0.5})
+    everything: Callable[..., Any] = lambda **words: words["wieght"]  # noqa: E731
+    assert Caller(everything, {"wieght": 0.5})(GIVEN, {}) == 0.5
+
+
+def test_a_function_is_told_more_where_it_names_it() -> None:
+    assert Caller(lambda response, finish_reason, response_token_ids: 1).wants == [
+        "response_token_ids",
+        "finish_reason",
+    ]
+    assert Caller(lambda responses, finish_reasons: 1, signature=GROUP).wants == ["finish_reasons"]
+    assert Caller(lambda **everything: 1).wants == []
+    with pytest.raises(CannotLoad, match=r"expected score\(prompt, responses, reference, \*\*columns\)"):
+        Caller(lambda response: 1, signature=GROUP)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [[0.5, True, None, {"score": 2, "a": 1}], (0.5, 1, None, {"score": 2.0, "a": 1.0})],
+)
+def test_a_group_is_understood_element_by_element(answer: Any) -> None:
+    found = understand_group(answer, 4, "rank")
+    assert found[:2] == [(0.5, {}), (1.0, {})] and found[3] == (2.0, {"a": 1.0})
+    assert isinstance(found[2], BadValue) and found[2].reason == "none"
+
+
+def test_arrays_are_lists_of_a_group() -> None:
+    assert understand_group(numpy.array([1.0, 2.0], dtype=numpy.float32), 2, "rank") == [(1.0, {}), (2.0, {})]
+    nan = understand_group(numpy.array([1.0, numpy.nan]), 2, "rank")[1]
+    assert isinstance(nan, BadValue) and nan.reason == "not_finite"
+    (row, _) = understand_group(numpy.ones((2, 3)), 2, "rank")
+    assert isinstance(row, BadValue) and row.reason == "wrong_type"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ([1.0], "wrong_length"),
+        ([1.0] * 7, "wrong_length"),
+        ([1.0] * 9, "wrong_length"),
+        ([], "wrong_length"),
+        (numpy.ones(7), "wrong_length"),
+        (1.0, "wrong_type"),
+        (numpy.float32(1.0), "wrong_type"),
+        (numpy.array(1.0), "wrong_type"),
+        (True, "wrong_type"),
+        (None, "wrong_type"),
+        ("12345678", "wrong_type"),
+        ({"score": 1.0}, "wrong_type"),
+        (iter([1.0] * 8), "wrong_type"),
+    ],
+)
+def test_what_is_not_a_score_for_each_response_is_refused(answer: Any, reason: str) -> None:
+    """cases.md R02: one number is not handed to all, a short or long list is not cut or filled."""
+    with pytest.raises(BadValue, match=r"rank .*8") as caught:
+        understand_group(answer, 8, "rank")
+    assert caught.value.reason == reason
 
 
 def test_a_file_is_loaded_from_its_text(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

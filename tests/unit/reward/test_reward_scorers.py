@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,17 @@ def scorer(folder: Path, source: str = GOOD, **settings: Any) -> FunctionScorer:
     return FunctionScorer(Settings(**{"name": "exact", "path": path} | settings), folder)
 
 
-def test_the_version_is_the_files_unless_it_is_given(tmp_path: Path) -> None:
-    digest = hashlib.sha256(GOOD.encode()).hexdigest()[:8]
-    assert full_name(scorer(tmp_path)) == f"exact@{digest}"
-    assert full_name(scorer(tmp_path, GOOD + "# changed\n")) != f"exact@{digest}"
+def test_the_version_is_what_determines_the_scores_unless_it_is_given(tmp_path: Path) -> None:
+    first = full_name(scorer(tmp_path))
+    assert re.fullmatch(r"exact@[0-9a-f]{8}", first)
+    assert full_name(scorer(tmp_path, timeout_seconds=99.0, processes=2)) == first
+    changed = [
+        scorer(tmp_path, GOOD + "# changed\n"),
+        scorer(tmp_path, function="other"),
+        scorer(tmp_path, arguments={"a": 1}),
+        scorer(tmp_path, whole_groups=True),
+    ]
+    assert len({first, *map(full_name, changed)}) == 5
     assert full_name(scorer(tmp_path, version="2024-01")) == "exact@2024-01"
 
 
@@ -72,7 +79,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"scorers": []}, "at least 1"),
+        ({"scorers": []}, "needs scorers or a reference"),
         ({"scorers": [{"name": "a", "path": "x.py"}, {"name": "a", "path": "y.py"}]}, "'a' is listed twice"),
         ({"scorers": [{"name": "a@1", "path": "x.py"}]}, "scorers.0.name"),
         ({"scorers": [{"name": "a", "path": "x.py", "timeout": 3}]}, "did you mean 'timeout_seconds'"),
