@@ -24,7 +24,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 def load(folder: Path, text: Text, lines: list[Any], **config: Any) -> Dataset:
     path = folder / "rows.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return load_dataset("train", path, DataConfig(path=str(path), **config), text)
+    config_ = DataConfig(path=str(path), **config)
+    return load_dataset(config_, config_, text)
 
 
 def test_a_string_is_one_user_message(tmp_path: Path, text: Text) -> None:
@@ -40,14 +41,14 @@ def test_a_string_is_one_user_message(tmp_path: Path, text: Text) -> None:
 def test_a_conversation_keeps_its_turns(tmp_path: Path, text: Text) -> None:
     turns = [{"role": r, "content": c} for r, c in [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c")]]
     (prompt,) = load(
-        tmp_path, text, [{"q": turns, "answer": {"n": 1}}], prompt_column="q", reference_column="answer"
+        tmp_path, text, [{"q": turns, "answer": {"n": 1}}], columns={"prompt": "q", "reference": "answer"}
     ).prompts
     assert prompt.text == "<bos><system>s<eos><user>a<eos><assistant>b<eos><user>c<eos><assistant>"
     assert prompt.reference == '{"n": 1}'
 
 
 def test_plain_text_and_no_reference(tmp_path: Path, text: Text) -> None:
-    (prompt,) = load(tmp_path, text, [{"prompt": "ab"}], format="text", reference_column=None).prompts
+    (prompt,) = load(tmp_path, text, [{"prompt": "ab"}], format="text", columns={"reference": None}).prompts
     assert (prompt.messages, prompt.token_ids, prompt.text, prompt.reference) == ((), (6, 7), "ab", "")
 
 
@@ -104,16 +105,17 @@ def test_all_bad_rows_are_counted_and_the_first_are_shown(tmp_path: Path, text: 
 def test_files_that_are_not_there_or_empty(tmp_path: Path, text: Text) -> None:
     with pytest.raises(ConfigError, match="expected at least one row"):
         load(tmp_path, text, [])
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_dataset("train", tmp_path / "none.jsonl", DataConfig(path="none.jsonl"), text)
+    config = DataConfig(path=str(tmp_path / "row.jsonl"))
+    with pytest.raises(ConfigError, match=r"no such file: .*row\.jsonl; did you mean .*rows\.jsonl"):
+        load_dataset(config, config, text)
 
 
-def test_chat_without_a_template_says_the_two_ways_out(tmp_path: Path) -> None:
+def test_chat_without_a_template_says_the_ways_out(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja there, or use data\.format=text"):
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja there, .* data\.template, or use data\.format=text"):
         load(tmp_path, Text(folder), [{"prompt": "a", "reference": "b"}])
 
 
