@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -30,15 +30,15 @@ class ChatTemplate:
         """`variables` are chat_template_kwargs. Raises ConfigError when the template does not parse, or uses none of
         that name: jinja2 would ignore it.
         """
-        environment = _environment()
+        self.wrote_the_date = False
+        environment = _environment(self._now)
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{origin}: the chat template is not valid: {error} (line {error.lineno})") from None
         self._used = jinja2.meta.find_undeclared_variables(tree)
-        self.writes_the_date = "strftime_now" in self._used
-        known = self._used - set(environment.globals) - {"messages", "tools", "documents", "add_generation_prompt"}
+        known = self._used - {"messages", "tools", "documents", "add_generation_prompt"}
         for name in variables or {}:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
@@ -64,6 +64,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"the chat template refuses the conversation: {error}") from None
 
+    def _now(self, form: str) -> str:
+        self.wrote_the_date = True
+        return datetime.now().strftime(form)
+
 
 class _GenerationBlocks(Extension):
     """Reads {% generation %} … {% endgeneration %}, which some templates put around what the assistant says."""
@@ -75,7 +79,7 @@ class _GenerationBlocks(Extension):
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(now: Callable[[str], str]) -> ImmutableSandboxedEnvironment:
     """The environment that chat templates are written for (that of transformers)."""
 
     def raise_exception(message: str) -> NoReturn:
@@ -91,5 +95,5 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = now
     return environment

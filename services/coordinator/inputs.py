@@ -56,7 +56,8 @@ def _check_sizes(training: Sequence[Dataset], prompts_per_step: int) -> None:
             asked = f"prompts_per_step {prompts_per_step}" + (f" x its share {share:.3g}" if share < 1 else "")
             most = max(1, math.floor(rows / share))
             raise ConfigError(
-                f"data set {dataset.name!r}: {rows} rows{left} < {asked}; take 1 to {most} prompts per step, or more rows"
+                f"data set {dataset.name!r}: {rows} rows{left} < {asked}; take 1 to {most} prompts per step, or "
+                "more rows"
             )
 
 

@@ -28,6 +28,7 @@ class Renderer:
         """Raises ConfigError when there is no chat template for chats, or an option has no effect."""
         self._config = config
         self._text = text
+        self._bos = text.special_tokens.get("bos_token", "")
         self._specials = _any_of(text.special_contents())
         self._before = self._head = self._tail = ""
         self._template: ChatTemplate | None = None
@@ -83,11 +84,11 @@ class Renderer:
         found = [f"{count} row(s) {what}; the first is {self.first[what]}" for what, count in self.seen.items()]
         if self._template is None:
             return found
-        if self._template.writes_the_date:
+        if self._template.wrote_the_date:
             found.append("the chat template writes today's date: the same row is another prompt tomorrow")
-        bos = self._text.special_tokens.get("bos_token")
-        if bos and self._text.bos_token_id in self._text.encode_plain(_PROBE) and bos not in self._before:
-            found.append(f"the tokenizer begins plain text with {bos!r}, the chat template does not")
+        adds = self._bos and self._text.bos_token_id in self._text.encode_plain(_PROBE)
+        if adds and self._bos not in self._before:
+            found.append(f"the tokenizer begins plain text with {self._bos!r}, the chat template does not")
         return found
 
     def _find_template(self) -> ChatTemplate:
@@ -116,15 +117,15 @@ class Renderer:
         if not found:
             raise ConfigError(f"{template.origin}: the chat template leaves out what the user says")
         lines = [line.strip() for line in self._before.splitlines() if line.strip()]
-        bos = self._text.special_tokens.get("bos_token", "")
-        self._head = lines[-1].removeprefix(bos).strip() if lines else ""
+        self._head = lines[-1].removeprefix(self._bos).strip() if lines else ""
         self._tail = next((line.strip() for line in after.splitlines() if line.strip()), "")
 
     def _refuse_rendered(self, content: str, where: str) -> None:
         if not self._head or not self._tail or self._tail not in content:
             return
         unmistakable = self._specials is not None and self._specials.search(self._head)
-        if self._head in content if unmistakable else content.lstrip().startswith(self._head):
+        begins = content.lstrip().removeprefix(self._bos).lstrip().startswith(self._head)
+        if begins or (unmistakable and self._head in content):
             raise Problem(
                 f"{where}: expected words, found what the chat template makes of them ({self._head!r} … "
                 f"{self._tail!r}): it would be rendered twice; use format: text for prompts that are rendered already"
