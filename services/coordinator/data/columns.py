@@ -24,6 +24,7 @@ REFERENCES = (
     "reward_model.ground_truth",
     "reward_spec.ground_truth",
 )
+OWN_REFERENCE = REFERENCES[0]
 SYSTEMS = ("system", "system_prompt")
 TOOLS = ("tools",)
 # Conversations of SFT data, whose last message may be the answer; elsewhere that is a mistake.
@@ -49,8 +50,10 @@ class Columns:
 
     @property
     def taken(self) -> set[str]:
-        """Columns that go nowhere else. One inside of another leaves that one to the scorer."""
-        named = (self.prompt, self.reference, self.system, self.tools, self.input, self.history)
+        """Columns that scorers do not get by name. They get a reference of another name, too: reward functions made for
+        such data ask for it. One inside of another leaves that one to them.
+        """
+        named = (self.prompt, self.system, self.tools, self.input, self.history, OWN_REFERENCE)
         return {name for name in named if name is not None}
 
     def describe(self) -> str:

@@ -20,7 +20,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     reference: str
     columns_json: str
-    """Every other column, as one JSON object."""
+    """Every column that is no part of the prompt, as one JSON object; not `reference`, which is above."""
 
 
 @dataclass(frozen=True)

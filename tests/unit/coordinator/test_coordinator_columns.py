@@ -35,8 +35,8 @@ WITH_SYSTEM = f"<bos><system>be brief<eos>{RENDERED.removeprefix('<bos>')}"
 # Name of the convention, a row of it, the prompt as the model sees it, the reference, the columns that scorers get.
 CONVENTIONS: dict[str, tuple[dict[str, Any], str, str, dict[str, Any]]] = {
     "ours": ({"prompt": "2+3?", "reference": "5", "level": 1}, RENDERED, "5", {"level": 1}),
-    "trl": ({"prompt": USER, "solution": "5", "topic": "sums"}, RENDERED, "5", {"topic": "sums"}),
-    "trl-label": ({"prompt": "2+3?", "label": True}, RENDERED, "true", {}),
+    "trl": ({"prompt": USER, "solution": "5", "topic": "sums"}, RENDERED, "5", {"solution": "5", "topic": "sums"}),
+    "trl-label": ({"prompt": "2+3?", "label": True}, RENDERED, "true", {"label": True}),
     "verl": (
         {
             "data_source": "sums",
@@ -66,24 +66,24 @@ CONVENTIONS: dict[str, tuple[dict[str, Any], str, str, dict[str, Any]]] = {
         "5",
         {"env_class": "sums", "reward_spec": {"method": "rule", "ground_truth": "5"}},
     ),
-    "openrlhf": ({"input": "2+3?", "label": "5", "datasource": "s"}, RENDERED, "5", {"datasource": "s"}),
+    "openrlhf": ({"input": "2+3?", "label": "5", "datasource": "s"}, RENDERED, "5", {"label": "5", "datasource": "s"}),
     "verifiers": (
         {"question": "2+3?", "answer": "5", "info": {"n": 1}, "task": "t", "system_prompt": "be brief"},
         WITH_SYSTEM,
         "5",
-        {"info": {"n": 1}, "task": "t"},
+        {"answer": "5", "info": {"n": 1}, "task": "t"},
     ),
     "alpaca": (
         {"instruction": "2+3?", "input": "", "answer": "5", "output": "Five.", "system": "be brief", "history": []},
         WITH_SYSTEM,
         "5",
-        {"output": "Five."},
+        {"answer": "5", "output": "Five."},
     ),
     "alpaca-input": (
         {"instruction": "Add", "input": "2+3", "ground_truth": 5, "history": [["Hi", "Yes?"]]},
         "<bos><user>Hi<eos><assistant>Yes?<eos><user>Add\n2+3<eos><assistant>",
         "5",
-        {},
+        {"ground_truth": 5},
     ),
     "sharegpt": (
         {
@@ -103,14 +103,14 @@ CONVENTIONS: dict[str, tuple[dict[str, Any], str, str, dict[str, Any]]] = {
         "5",
         {"task_name": "sums"},
     ),
-    "openai-json-text": ({"messages": json.dumps(USER), "ground_truth": "5"}, RENDERED, "5", {}),
+    "openai-json-text": ({"messages": json.dumps(USER), "ground_truth": "5"}, RENDERED, "5", {"ground_truth": "5"}),
     "openai-parts": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "2+3?"}], "name": None}], "answer": "5"},
         RENDERED,
         "5",
-        {},
+        {"answer": "5"},
     ),
-    "math": ({"problem": "2+3?", "answer": "5", "level": "1"}, RENDERED, "5", {"level": "1"}),
+    "math": ({"problem": "2+3?", "answer": "5", "level": "1"}, RENDERED, "5", {"answer": "5", "level": "1"}),
 }
 
 

@@ -220,7 +220,7 @@ def test_the_first_rows_are_shown_as_the_model_sees_them(tmp_path: Path, text: T
     assert (first.text, first.tokens, first.reference) == ("<bos><user>ab<eos><assistant>", 6, "1")
     assert (first.picked, json.loads(first.columns_json)) == (
         "prompt from 'question', reference from 'answer'",
-        {"level": "x"},
+        {"answer": "1", "level": "x"},
     )
     assert second.problem == "column 'question': expected it, found null"
     assert third.text == "<bos><user>ba<eos><assistant>"
