@@ -48,8 +48,9 @@ def score_export(run_dir: Path) -> Scored:
     export = max((run_dir / "export").glob("policy-*"), key=_version)
     scorer = next(s for s in recipe["reward"]["scorers"] if s["name"] == coordinator["scorer"].partition("@")[0])
     rows = [json.loads(line) for line in Path(evaluation["path"]).read_text().splitlines()]
-    prompts = [row.pop(data["prompt_column"]) for row in rows]
-    references = [str(row.pop(data["reference_column"])) for row in rows]
+    named = {role: name for role, name in data["columns"].items() if name != "auto"}
+    prompts = [row.pop(named.get("prompt", "prompt")) for row in rows]
+    references = [str(row.pop(named.get("reference", "reference"))) for row in rows]
     answers = _answer(export, recipe["model"]["dtype"], prompts, data["format"], evaluation["max_tokens"])
     score = getattr(_load(Path(scorer["path"])), scorer["function"])
     scores = [

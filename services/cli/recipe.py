@@ -7,6 +7,7 @@ relative to the current directory; the resolved recipe that is kept with the run
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pydantic
 from services.cli.launch import nats_server
 from services.common.config import Config, ModelConfig, dump, override, parse, read_yaml
 from services.common.errors import ConfigError
-from services.coordinator.config import CoordinatorConfig
+from services.coordinator.config import CoordinatorConfig, SourceConfig, is_template
 from services.learner.config import LearnerConfig
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
@@ -58,9 +59,10 @@ class Recipe(Config):
 
     def data_files(self) -> list[Path]:
         """The data sets, the reward files: what the result depends on beside the model and this recipe."""
-        files = [Path(self.coordinator.data.path)]
-        if self.coordinator.evaluation is not None:
-            files.append(Path(self.coordinator.evaluation.path))
+        files = [file for _, source in _sources(self) for file in source.locate().files]
+        template = self.coordinator.data.template
+        if template is not None and not is_template(template):
+            files.append(Path(template))
         return [*files, *self.reward.files.values()]
 
 
@@ -86,15 +88,34 @@ def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:
     places = [
         (_section(tree, "run"), "directory"),
         (_section(tree, "model"), "path"),
-        (_section(tree, "coordinator", "data"), "path"),
-        (_section(tree, "coordinator", "evaluation"), "path"),
         (_section(tree, "reward", "reference"), "path"),
-        *((scorer, "path") for scorer in (scorers if isinstance(scorers, list) else []) if isinstance(scorer, dict)),
+        *((scorer, "path") for scorer in _items(scorers)),
     ]
     for section, key in places:
         value = section.get(key)
         if isinstance(value, str):  # anything else is left for the model to refuse
             section[key] = str((directory / Path(value).expanduser()).resolve())
+    data = _section(tree, "coordinator", "data")
+    for part in (data, _section(tree, "coordinator", "evaluation")):
+        for source in (part, *_items(part.get("sources"))):
+            _resolve_source(source, directory)
+    template = data.get("template")
+    if isinstance(template, str) and not is_template(template):
+        data["template"] = str((directory / Path(template).expanduser()).resolve())
+
+
+def _resolve_source(source: dict[str, Any], directory: Path) -> None:
+    path, kind = source.get("path"), str(source.get("kind", "auto"))
+    absolute = SourceConfig.absolute
+    if isinstance(path, str) and path:
+        source["path"] = absolute(path, directory, kind)
+    elif isinstance(path, list):  # what is no path is left for the model to refuse
+        source["path"] = [absolute(one, directory, kind) if isinstance(one, str) and one else one for one in path]
+
+
+def _items(node: Any) -> list[dict[str, Any]]:
+    """The sections in a list; anything else is left for the model to refuse."""
+    return [item for item in node if isinstance(item, dict)] if isinstance(node, list) else []
 
 
 def _section(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -107,17 +128,15 @@ def _section(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 def problems(recipe: Recipe) -> list[str]:
     """What does not fit together, each with what to do; empty when the run may start. Reads small files only."""
-    checks = (_missing_files, _model_folder, _lengths, _gpus, _scorer, _nats, _run_folder)
+    checks = (_missing_files, _data, _model_folder, _lengths, _gpus, _scorer, _nats, _run_folder)
     return [problem for check in checks for problem in check(recipe)]
 
 
 def _missing_files(recipe: Recipe) -> list[str]:
-    named = {
-        "coordinator.data.path": Path(recipe.coordinator.data.path),
-        **{f"reward.{key}": path for key, path in recipe.reward.files.items()},
-    }
-    if recipe.coordinator.evaluation is not None:
-        named["coordinator.evaluation.path"] = Path(recipe.coordinator.evaluation.path)
+    named = {f"reward.{key}": path for key, path in recipe.reward.files.items()}
+    template = recipe.coordinator.data.template
+    if template is not None and not is_template(template):
+        named["coordinator.data.template"] = Path(template)
     found = [f"{key}: no such file: {path}" for key, path in named.items() if not path.is_file()]
     for key, path in recipe.reward.files.items():
         if path.is_file():
@@ -126,6 +145,28 @@ def _missing_files(recipe: Recipe) -> list[str]:
             except (SyntaxError, ValueError) as error:
                 found.append(f"reward.{key}: not Python: {error}")
     return found
+
+
+def _data(recipe: Recipe) -> list[str]:
+    """Data sets whose files are not there, or of which it is not clear what they are."""
+    found = []
+    for key, source in _sources(recipe):
+        try:
+            source.locate()
+        except ConfigError as error:
+            found.append(f"{key}.path: {error}")
+    return found
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig]]:
+    """Every data set and the key of its section."""
+    data, evaluation = recipe.coordinator.data, recipe.coordinator.evaluation
+    parts: list[tuple[str, bool, Sequence[SourceConfig]]] = [("data", bool(data.sources), data.all_sources)]
+    if evaluation is not None:
+        parts.append(("evaluation", bool(evaluation.sources), evaluation.all_sources(data)))
+    for section, several, found in parts:
+        for number, source in enumerate(found):
+            yield f"coordinator.{section}" + (f".sources.{number}" if several else ""), source
 
 
 def _model_folder(recipe: Recipe) -> list[str]:

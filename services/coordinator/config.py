@@ -2,22 +2,179 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.config import Config
+from services.coordinator import sources
+
+NAME = r"^[a-z0-9][a-z0-9_-]*$"
+"""Of a data set: it stands in ids and in names of files."""
+FOUND = "auto"
+"""A column that is found by the names that others use."""
+RESERVED_NAMES = ("self-check",)
+"""Data sets of our own (services/coordinator/selfcheck.py)."""
+TEMPLATE_INPUTS = ("messages", "tools", "documents", "add_generation_prompt")
+"""What a chat template is always given."""
 
 
-class DataConfig(Config):
-    """Where prompts come from."""
+def is_template(text: str) -> bool:
+    """Whether data.template is a template itself, and not the path of one."""
+    return "{{" in text or "{%" in text
 
-    path: str = Field(description="JSON Lines file, one row per line")
-    prompt_column: str = Field(default="prompt", description="a string, or for chat a list of {role, content}")
-    reference_column: str | None = Field(default="reference", description="what a grader needs; null: no row has one")
-    format: Literal["chat", "text"] = Field(default="chat", description="chat: rendered by the model's chat template")
+
+class ColumnsConfig(Config):
+    """Which column is what. auto: by the names that others use; what was found is told, ambiguity is refused."""
+
+    prompt: str = Field(
+        default=FOUND,
+        description="auto: prompt, else the one of question, problem, messages, conversations, instruction (+ input), "
+        "input that is there; a.b is b inside of a",
+    )
+    reference: str | None = Field(
+        default=FOUND,
+        description="what a grader needs. auto: reference, else the one of answer, solution, ground_truth, label, "
+        "reward_model.ground_truth, reward_spec.ground_truth that is there; null: no row has one",
+    )
+    system: str | None = Field(
+        default=FOUND, description="a row's own system prompt. auto: system or system_prompt, if there; null: none"
+    )
+    tools: str | None = Field(
+        default=FOUND, description="tools that the chat template describes. auto: tools, if there; null: none"
+    )
+
+
+class SourceConfig(Config):
+    """One data set."""
+
+    path: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="a file, several, a folder, a pattern (data/*.parquet), or a name on the Hugging Face Hub "
+        "(owner/name:split)",
+    )
+    name: str | None = Field(default=None, pattern=NAME, description="in ids; null: by its path")
+    kind: Literal["auto", "jsonl", "json", "csv", "parquet", "arrow", "hub"] = Field(
+        default="auto", description="auto: by name and first bytes; arrow: what `datasets` saves to disk"
+    )
+    split: str | None = Field(default=None, description="of a folder that has several, or on the Hub")
+    subset: str | None = Field(default=None, description="a configuration of a data set on the Hub")
+    revision: str | None = Field(default=None, description="commit of a data set on the Hub")
+    columns: ColumnsConfig = ColumnsConfig()
+    answer_regex: str | None = Field(
+        default=None,
+        description="the reference is its last match in the column, or the match's first group; e.g. '#### (.+)'",
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _names_something(cls, path: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if path is not None and (not path or not all(path)):
+            raise ValueError("expected a path, or a list of paths")
+        return path
+
+    @field_validator("answer_regex")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        return pattern
+
+    @model_validator(mode="after")
+    def _hub_only(self) -> SourceConfig:
+        on_hub = self.kind == "hub" or any(path.startswith(sources.HUB) for path in self.paths)
+        for key in ("subset", "revision"):
+            if self.path is not None and getattr(self, key) is not None and not on_hub:
+                raise ValueError(f"{key} is for a name on the Hub ({sources.HUB}owner/name)")
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else self.path or ()
+
+    @property
+    def called(self) -> str:
+        """Its name, else what its path suggests."""
+        if self.name is not None:
+            return self.name
+        stem = Path(self.paths[0].removeprefix(sources.HUB).partition(":")[0]).stem
+        return re.sub(r"[^a-z0-9_-]+", "-", stem.lower()).strip("-_") or "data"
+
+    @staticmethod
+    def absolute(path: str, directory: Path, kind: str) -> str:
+        """The path from `directory`; a name on the Hub as hf://name, which means the same from anywhere."""
+        return sources.absolute(path, directory, kind)
+
+    def locate(self) -> sources.Located:
+        """Its files. Raises ConfigError that says what is there instead."""
+        return sources.locate(self.paths, self.kind, self.split)
+
+
+class WeightedSource(SourceConfig):
+    """One data set of several."""
+
+    weight: float = Field(default=1.0, gt=0.0, description="its share of the prompts, relative to the others")
+
+
+class DataConfig(SourceConfig):
+    """Where prompts come from, one data set or several, and what becomes of them."""
+
+    name: str | None = Field(default="train", pattern=NAME)
+    sources: tuple[WeightedSource, ...] = Field(
+        default=(), description="several data sets, in place of path: visited in proportion to their weights"
+    )
     shuffle: bool = Field(default=True, description="another order in each epoch, from the run's seed")
-    max_prompt_tokens: int = Field(default=1024, ge=1, description="a longer prompt is refused, never cut")
+    format: Literal["chat", "text"] = Field(default="chat", description="chat: rendered by a chat template")
+    template: str | None = Field(
+        default=None, description="chat: a chat template, as a file or as itself; null: the model's own"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(default={}, description="chat: variables of the template")
+    system_prompt: str | None = Field(default=None, description="chat: for conversations that have none of their own")
+    input_template: str | None = Field(
+        default=None, description="text: what stands around a prompt, which replaces its {}; e.g. 'Q: {}\\nA:'"
+    )
+    add_special_tokens: bool = Field(
+        default=True, description="text: what the tokenizer puts around a sequence; false: nothing"
+    )
+    max_prompt_tokens: int = Field(default=1024, ge=1, description="of the prompt as the model sees it; never cut")
+    overlong: Literal["fail", "skip"] = Field(default="fail", description="what becomes of a longer prompt")
+    bad_rows: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="share of a data set's rows that may be bad and are left out, by name"
+    )
+
+    @property
+    def all_sources(self) -> tuple[WeightedSource, ...]:
+        if self.sources:
+            return self.sources
+        own = {key: getattr(self, key) for key in SourceConfig.model_fields}
+        return (WeightedSource(**own),)
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> DataConfig:
+        _refuse_both(self, "sources")
+        _refuse_same_names(source.called for source in self.all_sources)
+        return self
+
+    @model_validator(mode="after")
+    def _options_of_the_format(self) -> DataConfig:
+        other = {
+            "chat": ("input_template", "add_special_tokens"),
+            "text": ("template", "chat_template_kwargs", "system_prompt"),
+        }
+        for key in other[self.format]:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect with format: {self.format}; take it out, or change the format")
+        if self.input_template is not None and self.input_template.count("{}") != 1:
+            raise ValueError(f"input_template: expected one {{}}, where the prompt goes, in {self.input_template!r}")
+        taken = [key for key in self.chat_template_kwargs if key in TEMPLATE_INPUTS]
+        if taken:
+            raise ValueError(f"chat_template_kwargs: {', '.join(taken)} is given to every template; take it out")
+        return self
 
 
 class SamplingConfig(Config):
@@ -56,15 +213,65 @@ class AlgorithmConfig(Config):
     )
 
 
-class EvaluationConfig(Config):
-    """Greedy answers to held-out prompts, pinned to one policy version. Columns and format are those of `data`."""
+class HeldoutSource(SourceConfig):
+    """One data set of held-out prompts. Without columns of its own it has those of `data`, if that is one data set."""
 
-    path: str
-    name: str = Field(default="evaluation", pattern=r"^[a-z0-9][a-z0-9_-]*$", description="data set, in ids and files")
+    columns: ColumnsConfig | None = None  # type: ignore[assignment]
+
+
+class EvaluationConfig(HeldoutSource):
+    """Greedy answers to held-out prompts, pinned to one policy version. What becomes of rows is as `data` says."""
+
+    name: str | None = Field(default="evaluation", pattern=NAME, description="data set, in ids and files")
+    sources: tuple[HeldoutSource, ...] = Field(default=(), description="several data sets, in place of path")
     every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at start and end")
     at_start: bool = True
     at_end: bool = True
     max_tokens: int = Field(ge=1)
+
+    def all_sources(self, data: DataConfig) -> tuple[SourceConfig, ...]:
+        """The data sets, each with its columns."""
+        own = self.sources or (self,)
+        return tuple(_with_columns(source, data) for source in own)
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> EvaluationConfig:
+        _refuse_both(self, "sources")
+        _refuse_same_names(source.called for source in self.sources or (self,))
+        return self
+
+
+def _with_columns(source: HeldoutSource, data: DataConfig) -> SourceConfig:
+    own = {key: getattr(source, key) for key in SourceConfig.model_fields}
+    if source.columns is None:
+        own["columns"] = ColumnsConfig() if data.sources else data.columns
+        if source.answer_regex is None and not data.sources:
+            own["answer_regex"] = data.answer_regex
+    return SourceConfig(**own)
+
+
+def _refuse_both(config: DataConfig | EvaluationConfig, key: str) -> None:
+    """One data set or several; what belongs to a data set is not beside a list of them, where it would be ignored."""
+    several = getattr(config, key)
+    if not several and config.path is None:
+        raise ValueError(f"expected path, for one data set, or {key}, for several")
+    fields = type(config).model_fields
+    given = [name for name in SourceConfig.model_fields if getattr(config, name) != fields[name].default]
+    if several and given:
+        raise ValueError(f"{', '.join(given)} beside {key}: put it into the items of {key}")
+    for number, source in enumerate(several):
+        if source.path is None:
+            raise ValueError(f"{key}.{number}.path: expected a path")
+
+
+def _refuse_same_names(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"two data sets are called {name!r}, and a prompt's id begins with that; set their name")
+        if name in RESERVED_NAMES:
+            raise ValueError(f"{name!r} is the name of a data set of our own; set another name")
+        seen.add(name)
 
 
 class PublicationConfig(Config):
@@ -129,6 +336,13 @@ class CoordinatorConfig(Config):
     def planned_updates(self) -> int:
         """Optimizer updates of the whole run: what a learning-rate schedule counts."""
         return self.steps * self.algorithm.epochs * self.algorithm.mini_batches
+
+    @model_validator(mode="after")
+    def _data_sets_have_names(self) -> CoordinatorConfig:
+        if self.evaluation is not None:
+            heldout = [source.called for source in self.evaluation.all_sources(self.data)]
+            _refuse_same_names([*(source.called for source in self.data.all_sources), *heldout])
+        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> CoordinatorConfig:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +133,12 @@ class Run:
             stop_token_ids=inputs.text.stop_token_ids,
             calls_per_worker=self._config.calls_per_worker,
         )
-        order = Order(inputs.training, seed=self._service.seed, shuffle=self._config.data.shuffle)
+        order = Order(*inputs.training, seed=self._service.seed, shuffle=self._config.data.shuffle)
         await interrupting(self._check(workers, inputs.text, order, sampler))
         self._metrics = MetricsFile(self._service.run_dir / "metrics.jsonl")
-        evaluation = self._make_evaluation(sampler, scorer, inputs)
-        if evaluation and self._config.evaluation and self._config.evaluation.at_start:
-            await interrupting(self._evaluate(evaluation, 0))
+        evaluations = self._make_evaluations(sampler, scorer, inputs)
+        if self._config.evaluation and self._config.evaluation.at_start:
+            await interrupting(self._evaluate(evaluations, 0))
         self._ledger = Ledger.create(self._ledger_path, self._service.run_id, self._service.seed)
         self._loop = Loop(
             self._config,
@@ -155,11 +155,11 @@ class Run:
             metrics=self._metrics,
             events=self.events,
             stop=self._stop,
-            evaluate=lambda step: self._evaluate(evaluation, step),
+            evaluate=lambda step: self._evaluate(evaluations, step),
         )
         await self._loop.run()
-        if evaluation and self._config.evaluation and self._config.evaluation.at_end:
-            await interrupting(self._evaluate(evaluation, self._config.steps))
+        if self._config.evaluation and self._config.evaluation.at_end:
+            await interrupting(self._evaluate(evaluations, self._config.steps))
 
     # The stages before the loop
 
@@ -233,33 +233,41 @@ class Run:
 
     # Evaluation and export
 
-    def _make_evaluation(self, sampler: Sampler, scorer: Scorer, inputs: Inputs) -> Evaluation | None:
+    def _make_evaluations(self, sampler: Sampler, scorer: Scorer, inputs: Inputs) -> list[Evaluation]:
+        """One for each data set of held-out prompts."""
         config = self._config
-        if config.evaluation is None or inputs.heldout is None:
-            return None
-        return Evaluation(
-            sampler,
-            scorer,
-            inputs.text,
-            inputs.heldout,
-            config.evaluation,
-            folder=self._service.run_dir / "evaluations",
-            failure_budget=config.failure_budget,
-            seconds=config.evaluate_seconds,
-        )
+        if config.evaluation is None:
+            return []
+        return [
+            Evaluation(
+                sampler,
+                scorer,
+                inputs.text,
+                dataset,
+                config.evaluation,
+                folder=self._service.run_dir / "evaluations",
+                failure_budget=config.failure_budget,
+                seconds=config.evaluate_seconds,
+            )
+            for dataset in inputs.heldout
+        ]
 
-    async def _evaluate(self, evaluation: Evaluation | None, step: int) -> None:
+    async def _evaluate(self, evaluations: Sequence[Evaluation], step: int) -> None:
         """Evaluates the current policy, once."""
         version = self._current_policy.version
-        if evaluation is None or version == self._evaluated_version:
+        if version == self._evaluated_version:
             return
+        for evaluation in evaluations:
+            await self._evaluate_on(evaluation, version, step)
+        self._evaluated_version = version
+
+    async def _evaluate_on(self, evaluation: Evaluation, version: int, step: int) -> None:
         seconds = self._config.evaluate_seconds
         what = f"{evaluation.prompts} greedy answers by version {version}"
         self.events.enter(events_pb2.RUN_PHASE_EVALUATE, step, f"{what}, {seconds:.0f} s at most")
         started = time.monotonic()
         async with within(seconds, what):
             result = await evaluation.run(version, self.events.progress)
-        self._evaluated_version = version
         if self._metrics is not None:
             name = f"eval/{result.dataset}"
             numbers = {

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from antiphon.types.v1 import chat_pb2
 
 from services.common.errors import Conflict, Internal, InvalidRequest
+from services.coordinator.chat_template import Message
 from services.coordinator.clients import LearnerClient, RolloutClient
 from services.coordinator.config import SamplingConfig, SelfCheckConfig
 from services.coordinator.data import Prompt
 from services.coordinator.identity import PromptKey
 from services.coordinator.sampling import Sampler
-from services.coordinator.text import Message, Text
+from services.coordinator.text import Text
 from services.coordinator.trajectories import Trajectory
 
 DATASET = "self-check"

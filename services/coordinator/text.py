@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.nodes
-import jinja2.parser
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-from services.common.errors import ConfigError, InvalidRequest
-
-Message = dict[str, str]
-"""{"role": ..., "content": ...}"""
+from services.common.errors import ConfigError
+from services.coordinator.chat_template import ChatTemplate, Message
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -41,32 +33,28 @@ class Text:
         extra = list(extra.values()) if isinstance(extra, dict) else extra
         self._add_missing([*self.special_tokens.values(), *(_content(token) for token in extra)])
         source = _template_source(folder, config)
-        try:
-            self._template = None if source is None else _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"{folder}: the chat template is not valid: {error} (line {error.lineno})") from None
+        self._template = None if source is None else ChatTemplate(source, self.special_tokens, str(folder))
         self.stop_token_ids = self._find_stop_tokens()
 
     @property
     def has_template(self) -> bool:
         return self._template is not None
 
+    def template(self) -> ChatTemplate:
+        """The model's own chat template. Raises ConfigError with the ways out when it has none."""
+        if self._template is None:
+            raise ConfigError(
+                f"{self._folder} has no chat template: put one into chat_template.jinja there, name one by "
+                "data.template, or use data.format=text with prompts that are plain text"
+            )
+        return self._template
+
     def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as text, up to where the assistant's answer begins.
+        """The conversation by the model's own template, up to where the assistant's answer begins.
 
         Raises ConfigError without a template, InvalidRequest where the template refuses.
         """
-        if self._template is None:
-            raise ConfigError(
-                f"{self._folder} has no chat template: put one into chat_template.jinja there, or use "
-                "data.format=text with prompts that are plain text"
-            )
-        try:
-            return self._template.render(
-                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self.special_tokens
-            )
-        except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the chat template refuses the conversation: {error}") from None
+        return self.template().render(messages)
 
     def encode_conversation(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the rendered conversation: as many beginning-of-sequence tokens as the template writes."""
@@ -77,15 +65,27 @@ class Text:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of a plain prompt, with what tokenizer.json puts around a sequence (add_bos_token has no say)."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool) -> str:
         """The text of token ids, with or without special tokens. For scorers and reports, never for training."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens)
         return text
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The beginning-of-sequence token, if the model names one."""
+        bos = self.special_tokens.get("bos_token")
+        found: int | None = None if bos is None else self._tokenizer.token_to_id(bos)
+        return found
+
+    def special_contents(self) -> list[str]:
+        """The text of every special token: in a prompt it becomes that token, not its letters."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
 
     def _add_missing(self, tokens: Sequence[str]) -> None:
         """Special tokens that only tokenizer_config.json names become tokens here too, as at their home."""
@@ -123,36 +123,6 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
     if isinstance(template, list):
         template = {named["name"]: named["template"] for named in template}.get("default")
     return template
-
-
-class _GenerationBlocks(Extension):
-    """Reads {% generation %} … {% endgeneration %}, which some templates put around what the assistant says."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that chat templates are written for (that of transformers)."""
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
 def _content(token: str | dict[str, Any]) -> str:

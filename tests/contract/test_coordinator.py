@@ -21,10 +21,13 @@ from antiphon.rollout.v1 import rollout_pb2
 from antiphon.tenant.v1 import tenant_pb2
 from antiphon.types.v1 import trajectory_pb2
 
-from services.common.config import dump
+from services.common.config import ModelConfig, dump
 from services.common.digest import digest_messages
 from services.common.errors import Conflict, Expired, InvalidRequest, Overloaded, Unavailable
 from services.coordinator.config import CoordinatorConfig
+from services.coordinator.data import Order
+from services.coordinator.identity import PromptKey
+from services.coordinator.inputs import read_inputs
 from tests.conftest import NatsServer
 from tests.simulated.coordinator import Live, OnEvent, Outcome, process_config, run_coordinator, settings, write_rows
 from tests.simulated.policy import policy
@@ -840,6 +843,43 @@ async def test_prompts_in_both_data_sets_are_told(setup: Setup) -> None:
     same = write_rows(setup.folder / "same.jsonl", [{"prompt": "what is 1?", "reference": "1"}])
     outcome = await setup.run(steps=1, evaluation={"path": str(same), "max_tokens": 2})
     assert any("1 of 1 evaluation prompts are trained on too" in notice.message for notice in outcome.of("notice"))
+
+
+async def test_several_data_sets_are_trained_and_evaluated_on(setup: Setup) -> None:
+    """cases.md D01, too: engine and trainer get the very ids that the row was checked with."""
+    folder = setup.folder
+    sums = write_rows(folder / "sums.jsonl", [{"question": f"sum {n}?", "answer": f"so\n#### {n}"} for n in range(4)])
+    (folder / "words.csv").write_text("instruction,input,label\n" + "".join(f"say,w{n},{n}\n" for n in range(3)))
+    easy = write_rows(folder / "easy.jsonl", [{"prompt": "e?", "reference": "1"}])
+    hard = write_rows(folder / "hard.jsonl", [{"prompt": f"h{n}?", "reference": "2"} for n in range(2)])
+    data = {
+        "sources": [
+            {"path": str(sums), "weight": 2, "answer_regex": "#### (.+)"},
+            {"path": str(folder / "words.csv"), "name": "words"},
+        ]
+    }
+    evaluation = {"sources": [{"path": str(easy)}, {"path": str(hard)}], "max_tokens": 4}
+    outcome = await setup.run(data=data, evaluation=evaluation, prompts_per_step=3)
+    assert outcome.ended.outcome == "finished"
+    assert [(e.dataset, e.policy_version, e.prompts) for e in outcome.of("evaluated")] == [
+        ("easy", 0, 1), ("hard", 0, 2), ("easy", 3, 1), ("hard", 3, 2),
+    ]  # fmt: skip
+    told = [notice.message for notice in outcome.of("notice")]
+    assert any("prompt from 'question', reference from 'answer'" in message for message in told)
+    assert any("prompt from 'instruction' and 'input', reference from 'label'" in message for message in told)
+
+    asked = {str(PromptKey.of(r.prompt_id)): tuple(r.prompt_token_ids) for r in setup.rollout.requests}
+    inputs = read_inputs(settings(folder, data=data), ModelConfig(path=str(folder / "model")))
+    order = Order(*inputs.training, seed=7, shuffle=True)
+    for step, (_, trajectories) in enumerate(setup.learner.batches):
+        wanted = {str(key): prompt.token_ids for key, prompt in (order.at(n) for n in range(3 * step, 3 * step + 3))}
+        assert sorted(name.partition("/")[0] for name in wanted) == ["sums", "sums", "words"]
+        assert {t.trajectory_id.rpartition("/")[0] for t in trajectories} == set(wanted)
+        for trajectory in trajectories:
+            name = trajectory.trajectory_id.rpartition("/")[0]
+            length = len(wanted[name])
+            assert asked[name] == tuple(trajectory.token_ids[:length]) == wanted[name]
+            assert list(trajectory.loss_mask) == [n >= length for n in range(len(trajectory.token_ids))]
 
 
 # The process

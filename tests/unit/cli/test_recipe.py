@@ -122,6 +122,16 @@ def test_what_does_not_parse_is_named(folder: Path, assignment: str, message: st
         (["coordinator.scorer=other"], "coordinator.scorer: no scorer 'other' in reward.scorers; there is exact"),
         (["coordinator.data.path=x.jsonl"], "coordinator.data.path: no such file"),
         (["coordinator.evaluation.path=x.jsonl"], "coordinator.evaluation.path: no such file"),
+        (["coordinator.data.path=trian.jsonl"], "trian.jsonl; did you mean "),
+        (["coordinator.data.path=.", "coordinator.data.kind=parquet"], "coordinator.data.path: "),
+        (["coordinator.evaluation.path='*.csv'"], "coordinator.evaluation.path: "),
+        (
+            ["coordinator.data.path=null", "coordinator.data.sources=[{path: y.jsonl}]"],
+            "coordinator.data.sources.0.path: no",
+        ),
+        (["coordinator.data.template=own.jinja"], "coordinator.data.template: no such file: "),
+        (["coordinator.data.template='{{ messages[0].content }}'"], None),
+        (["coordinator.data.path=owner/name:train"], None),  # on the Hub; asked when the run starts
         (["reward.scorers.0.path=x.py"], "reward.scorers.0.path: no such file"),
         (["reward.scorers.0.path=train.jsonl", "model.path=model"], None),  # a JSON object is Python too
         (["model.path=nowhere"], "model.path: no such folder"),
@@ -150,6 +160,22 @@ def test_what_does_not_fit_is_said_with_what_does(folder: Path, assignments: lis
         assert found == ""
     else:
         assert message in found
+
+
+def test_paths_of_data_are_absolute_and_names_on_the_hub_stay(folder: Path) -> None:
+    (folder / "own.jinja").write_text("{{ messages[0].content }}")
+    sources = [{"path": ["train.jsonl", "*.jsonl"]}, {"path": "owner/name", "split": "train"}]
+    changes = {"coordinator.data": {"sources": sources, "template": "own.jinja", "max_prompt_tokens": 100}}
+    recipe = read_recipe(written(folder, changes), [])
+    local, hub = recipe.coordinator.data.sources
+    assert local.path == (str(folder / "train.jsonl"), str(folder / "*.jsonl"))
+    assert hub.path == "hf://owner/name"
+    assert recipe.coordinator.data.template == str(folder / "own.jinja")
+    assert problems(recipe) == []
+    names = [file.name for file in recipe.data_files()]
+    assert names == ["train.jsonl", "heldout.jsonl", "train.jsonl", "heldout.jsonl", "own.jinja", "reward.py"]
+    save_recipe(recipe, folder / "saved.yaml")
+    assert read_recipe(folder / "saved.yaml", []) == recipe
 
 
 def test_workers_see_the_gpus_that_the_recipe_gives_them(folder: Path) -> None:

@@ -52,10 +52,20 @@ def python(arguments: list[str]) -> None:
         assert (ROOT / arguments[0]).is_file(), arguments[0]
 
 
+def uv(arguments: list[str]) -> None:
+    """Installs what a lock pins, into the environment of the project."""
+    *install, lock = arguments
+    assert install == ["pip", "install", "--python", ".venv/bin/python", "--no-deps", "-r"]
+    pins = [line for line in (ROOT / lock).read_text().splitlines() if not line.startswith("#")]
+    assert pins
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", pin) for pin in pins)
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make": make,
     ".venv/bin/antiphon": antiphon,
     ".venv/bin/python": python,
+    ".venv/bin/uv": uv,
 }
 
 
@@ -77,6 +87,8 @@ def test_configuration_is_accepted(block: str) -> None:
 
 def merged(tree: Any, change: Any) -> Any:
     if not isinstance(tree, dict) or not isinstance(change, dict):
+        return change
+    if "sources" in change:  # they stand in place of a path, and of all that belongs to it
         return change
     return {**tree, **{key: merged(tree.get(key), value) for key, value in change.items()}}
 

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-HEAVY = ("torch", "vllm", "deepspeed", "transformers", "ray", "datasets")
+HEAVY = ("torch", "vllm", "deepspeed", "transformers", "ray", "datasets", "pyarrow")
 
 # Named for a heavy library, or for the model work that they do with one. Everything else must load without any.
 NAMED_FOR_IT = (
     "services.common.weights",
+    "services.coordinator.data.arrow_rows",
+    "services.coordinator.data.datasets_process",
     "services.rollout.vllm_copies",
     "services.rollout.vllm_in_place",
     "services.rollout.vllm_memory",
