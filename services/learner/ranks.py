@@ -72,7 +72,7 @@ class Ranks(Protocol):
         """Has every rank do the command; answers rank 0's reply, or raises what the first failing rank said."""
         ...
 
-    async def run_all(self, command: ranks_pb2.RankCommand) -> list[ranks_pb2.RankReply]:
+    async def run_all(self, command: ranks_pb2.RankCommand, report: Report | None = None) -> list[ranks_pb2.RankReply]:
         """The same, and every rank's reply, in rank order."""
         ...
 
@@ -236,8 +236,8 @@ class RankProcesses:
     async def run(self, command: ranks_pb2.RankCommand, report: Report | None = None) -> ranks_pb2.RankReply:
         return (await self._run(command, report))[0]
 
-    async def run_all(self, command: ranks_pb2.RankCommand) -> list[ranks_pb2.RankReply]:
-        return await self._run(command, None)
+    async def run_all(self, command: ranks_pb2.RankCommand, report: Report | None = None) -> list[ranks_pb2.RankReply]:
+        return await self._run(command, report)
 
     def give_up(self, problem: str) -> None:
         self._end_all(problem)
