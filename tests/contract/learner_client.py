@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from antiphon.learner.v1 import learner_pb2, learner_pb2_grpc
@@ -66,6 +67,16 @@ class Client:
 
     async def export(self, path: str, request_id: str) -> learner_pb2.ExportResult:
         return await self.result(self.stub.Export, learner_pb2.ExportRequest(request_id=request_id, path=path))
+
+    async def save(self, path: Path, version: int, request_id: str, *delete: Path) -> learner_pb2.SaveResult:
+        request = learner_pb2.SaveRequest(
+            request_id=request_id, path=str(path), policy_version=version, delete_paths=map(str, delete)
+        )
+        return await self.result(self.stub.Save, request)
+
+    async def load(self, path: Path, request_id: str, **settings: Any) -> learner_pb2.LoadResult:
+        request = learner_pb2.LoadRequest(request_id=request_id, path=str(path), **settings)
+        return await self.result(self.stub.Load, request)
 
     async def forward(self, *requests: learner_pb2.ForwardRequest) -> dict[str, learner_pb2.ForwardResponse]:
         answers = self.peer.stream(self.stub.Forward, iter(requests), deadline_seconds=DEADLINE_SECONDS)
