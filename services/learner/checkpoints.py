@@ -7,6 +7,7 @@ it then fails all the same, the ranks hold no policy any more and are ended.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,6 +22,8 @@ from services.learner.history import History, settings_of
 from services.learner.memory import OPTIMIZER, WEIGHTS, LearnerMemory
 from services.learner.ranks import Ranks
 from services.learner.whole_folder import WholeFolder
+
+logger = logging.getLogger(__name__)
 
 DIGEST_MASK = (1 << 64) - 1
 
@@ -62,6 +65,18 @@ class LearnerCheckpoints:
         return self._loads.start_or_attach(
             request.request_id, settings_of(request), lambda report: self._load(request, report)
         )
+
+    async def finish_saves(self, seconds: float) -> None:
+        """Waits for the end of what is being written, at most so long."""
+        running = [asyncio.ensure_future(save.result()) for save in self._saves.running()]
+        if running and self._ranks.problem is None:
+            logger.info(
+                "the stop waits for %d checkpoints that are being written, at most %.0f s", len(running), seconds
+            )
+            await asyncio.wait(running, timeout=seconds)
+        for waiter in running:
+            waiter.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def _save(self, request: learner_pb2.SaveRequest, report: Report) -> learner_pb2.SaveResult:
         begin = time.monotonic()
