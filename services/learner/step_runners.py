@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from antiphon.learner.v1 import checkpoint_pb2
 
+from services.learner.step_tokens import StepTokens
 from services.learner.stepping import StepRunner
 
 
@@ -33,3 +34,6 @@ class DryStepRunner(StepRunner):
         torch.empty(largest, dtype=torch.float32, device=self._device)
         zero.zero_grad()  # the next backward begins a new sum
         return False, 0.0
+
+    def _too_large(self, step_id: int, tokens: StepTokens, error: torch.OutOfMemoryError) -> str:
+        return f"dry run, nothing was applied before it: {super()._too_large(step_id, tokens, error)}"

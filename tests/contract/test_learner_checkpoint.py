@@ -73,6 +73,13 @@ async def test_save_refuses(client, tmp_path):
         (tmp_path / "no" / "ck", 0, "s", InvalidRequest, "there is no folder"),
         (tmp_path / "taken", 0, "s", InvalidRequest, "it exists"),
         (tmp_path / "file" / "ck", 0, "s", InvalidRequest, "there is no folder"),
+        (
+            Path("/proc/ck"),
+            0,
+            "s",
+            Unavailable,
+            "'/proc/.ck.* there is no new checkpoint, the older ones are as they were",
+        ),
     ):
         with pytest.raises(error, match=message):
             await client.save(path, version, request_id)

@@ -30,9 +30,18 @@ WORK_SECONDS = 60.0
 class Group:
     """Ranks of one model, the learner over them, and the same model in plain transformers."""
 
-    def __init__(self, folder: Path, *, ranks: int, tied: bool, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ranks: int,
+        tied: bool,
+        dtype: str = "float32",
+        one_line: bool = False,
+        seed: int | None = None,
+    ) -> None:
         self.folder = folder
-        self.model_folder = make_tiny_model(folder / "model", seed=ranks, tied=tied)
+        self.model_folder = make_tiny_model(folder / "model", seed=ranks if seed is None else seed, tied=tied)
         self.plain = transformers.AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32).eval()
         self.cuts: dict[str, dict] = {}
         service = {"run_id": "test", "worker_id": "learner", "run_dir": str(folder), "nats_url": "none"}
@@ -46,7 +55,7 @@ class Group:
             rank_command_line(folder / "process.yaml", ranks, "tests.unit.learner.capturing_rank"),
             folder / "logs",
             "learner",
-            environment={**rank_environment(1), "CAPTURE": str(folder)},
+            environment={**rank_environment(1), "CAPTURE": str(folder), **({"ONE_LINE": "1"} if one_line else {})},
             start_seconds=START_SECONDS,
             silence_seconds=WORK_SECONDS,
         )
@@ -129,3 +138,12 @@ class Group:
             end.close()
         assert digests == {result.policy.digest}
         return manifest, result, tensors
+
+
+def assert_same_gradients(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        assert scale > 0, name
+        worst = (found[name].double() - gradient).abs().max().item()
+        assert worst <= 2e-5 * scale + 1e-9, f"{name}: {worst} of {scale}"

@@ -16,7 +16,7 @@ from services.common.errors import InvalidRequest, Unavailable
 from services.common.weights.receiver import Receiver
 from services.learner.batching import Layout, Row, plan_micro_batches
 from services.learner.ranks import RankProcesses
-from tests.system.learner_group import TEMPERATURE, Group
+from tests.system.learner_group import TEMPERATURE, Group, assert_same_gradients
 from tests.unit.learner.batches import make_batch
 from tests.unit.learner.plain_policy import PlainTrainer, token_logprobs
 
@@ -43,15 +43,6 @@ async def groups(tmp_path_factory):
 @pytest.fixture(params=["one", "two"])
 def group(request, groups) -> Group:
     return groups[request.param]
-
-
-def assert_same_gradients(found, expected) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = gradient.abs().max().item()
-        assert scale > 0, name
-        worst = (found[name].double() - gradient).abs().max().item()
-        assert worst <= 2e-5 * scale + 1e-9, f"{name}: {worst} of {scale}"
 
 
 async def test_gradient_is_that_of_plain_torch_however_the_batch_is_cut(group):
