@@ -1,10 +1,12 @@
 """What a publication takes: transfer and pause apart, against vLLM's own senders, and what its failures cost.
 
-    python -m benchmarks.publication [--parts nccl,ipc,tp2,failures] [--shape 7b] [--out FOLDER]
+    python -m benchmarks.publication [--parts nccl,ipc,greedy,tp2,failures] [--shape 7b] [--out FOLDER]
 
     nccl      one learner rank on GPU 0, engine on GPU 1; then the same weights by vLLM's packed sender and by one call
               per tensor
     ipc       learner and engine on one GPU
+    greedy    a small model in float32 over NCCL, then over IPC: every greedy answer is the trainer's (in bfloat16, with
+              random weights, near ties fall either way)
     tp2       two ZeRO-3 ranks and a TP-2 engine on the same two GPUs, in bfloat16 (timed) and float32 (greedy equal)
     failures  over NCCL: a refused push, a rank that raises, is killed, stands still; an engine killed in the middle
 
@@ -76,6 +78,8 @@ class Setting:
     bucket_mib: int = 512
     kv_gib: float = 2.0
     transport: str = "auto"
+    eager: bool = True
+    """Without CUDA graphs the engine is up sooner; its probe takes longer."""
 
 
 @dataclass
@@ -118,7 +122,7 @@ class Services:
             max_sequence_tokens=1024,
             kv_cache_gib=self.setting.kv_gib,
             tensor_parallel=self.setting.tensor_parallel,
-            eager=True,
+            eager=self.setting.eager,
         )
         await self.start("rollout", settings, self.setting.engine_gpus)
 
@@ -280,9 +284,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-async def push_part(name: str, settings: Sequence[Setting], pushes: int, out: Path) -> None:
-    for setting in settings:
-        label = name if len(settings) == 1 else f"{name}-{setting.dtype}"
+async def push_part(settings: dict[str, Setting], pushes: int, out: Path) -> None:
+    """Label of the result → setting."""
+    for label, setting in settings.items():
         result = results.begin(name_of(label), {**vars(setting), "pushes": pushes, "seed": SEED})
         rows, answers, facts = await measured(setting, pushes)
         result.samples = {"publications": rows}
@@ -458,22 +462,28 @@ def _finish(result: results.Result, out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Publications between learner and engine, measured.")
-    parser.add_argument("--parts", default="nccl,ipc,tp2,failures")
+    parser.add_argument("--parts", default="nccl,ipc,greedy,tp2,failures")
     parser.add_argument("--shape", choices=[*SHAPES], default="7b")
-    parser.add_argument("--small-shape", choices=[*SHAPES], default="tp2", help="of tp2 in float32, and of failures")
+    parser.add_argument(
+        "--small-shape", choices=[*SHAPES], default="tp2", help="in float32, and of failures"
+    )
     parser.add_argument("--pushes", type=int, default=6)
     parser.add_argument("--out", type=Path, default=results.FOLDER)
     arguments = parser.parse_args()
     on_gpus = bool(engine_gpus())
     dtype = "bfloat16" if on_gpus else "float32"
-    apart = Setting(arguments.shape, dtype, learner_gpus="0", engine_gpus="1")
-    together = Setting(arguments.shape, dtype, learner_gpus="0", engine_gpus="0")
-    shared = [
-        Setting(arguments.shape, "bfloat16", learner_gpus="0,1", engine_gpus="0,1", ranks=2, tensor_parallel=2),
-        Setting(arguments.small_shape, "float32", "0,1", "0,1", ranks=2, tensor_parallel=2, bucket_mib=8),
-    ]
-    shared = shared if on_gpus else shared[1:]
-    broken = Setting(arguments.small_shape, "float32", "0", "1", bucket_mib=1, kv_gib=1.0)
+    small = arguments.small_shape
+    apart = Setting(arguments.shape, dtype, learner_gpus="0", engine_gpus="1", eager=False)
+    together = Setting(arguments.shape, dtype, learner_gpus="0", engine_gpus="0", eager=False)
+    greedy = {
+        "greedy-nccl": Setting(small, "float32", learner_gpus="0", engine_gpus="1", bucket_mib=8),
+        "greedy-ipc": Setting(small, "float32", learner_gpus="0", engine_gpus="0", bucket_mib=8),
+    }
+    both = {"learner_gpus": "0,1", "engine_gpus": "0,1", "ranks": 2, "tensor_parallel": 2}
+    shared = {"tp2-float32": Setting(small, "float32", bucket_mib=8, **both)}  # type: ignore[arg-type]
+    if on_gpus:
+        shared["tp2-bfloat16"] = Setting(arguments.shape, "bfloat16", **both)  # type: ignore[arg-type]
+    broken = Setting(small, "float32", "0", "1", bucket_mib=1, kv_gib=1.0)
     failed = []
     for part in arguments.parts.split(","):
         print(f"== {part}", flush=True)
@@ -484,8 +494,8 @@ def main() -> int:
             elif part == "failures":
                 asyncio.run(failures_part(broken, arguments.out))
             else:
-                settings = {"ipc": [together], "tp2": shared}[part]
-                asyncio.run(push_part(part, settings, arguments.pushes, arguments.out))
+                settings = {"ipc": {"ipc": together}, "greedy": greedy, "tp2": shared}[part]
+                asyncio.run(push_part(settings, arguments.pushes, arguments.out))
         except Exception:  # the other parts are still worth their time
             traceback.print_exc()
             failed.append(part)

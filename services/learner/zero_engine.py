@@ -71,6 +71,8 @@ def zero_config(options: OptimizerConfig, dtype_name: str, ranks: int, device: t
             "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
             # With one rank there is nothing to gather: weights that stay save a copy at every use.
             **({"param_persistence_threshold": NEVER_GATHERED} if ranks == 1 else {}),
+            # DeepSpeed's own linear layer, in Python, is for weights that are gone between forward and backward.
+            "memory_efficient_linear": ranks > 1,
         },
     }
 

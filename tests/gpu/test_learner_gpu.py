@@ -29,6 +29,7 @@ from services.learner.process import rank_environment
 from services.learner.ranks import RankProcesses, rank_command_line
 from tests.system.test_learner_memory import check, run_ranks
 from tests.tiny.models import make_tiny_model
+from tests.unit.learner import kernel_checks
 from tests.unit.learner.batches import make_batch, make_header
 from tests.unit.learner.guards import open_guard
 from tests.unit.learner.plain_policy import token_logprobs
@@ -42,29 +43,8 @@ SECONDS = 120.0
 # Kernels, against torch's own operations
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
-def test_head_kernels(monkeypatch, dtype, tolerance):
-    from services.learner import head_kernels
-
-    tokens, hidden_size, vocabulary = 700, 64, 30_011
-    monkeypatch.setattr(logprob_head, "CHUNK_LOGITS", vocabulary * 256)
-    monkeypatch.setattr(logprob_head, "KERNEL_CHUNK_LOGITS", vocabulary * 256)
-    torch.manual_seed(0)
-    hidden = torch.randn(tokens, hidden_size, device=GPU).to(dtype)
-    weight = torch.randn(vocabulary, hidden_size, device=GPU).to(dtype)
-    targets = torch.randint(0, vocabulary, (tokens,), device=GPU)
-    slopes = torch.randn(tokens, device=GPU)
-    found = []
-    for kernels in (None, head_kernels):
-        monkeypatch.setattr(logprob_head, "_kernels", lambda tensor, kernels=kernels: kernels)
-        head = LogprobHead(torch.nn.Parameter(weight.clone()))
-        inputs = hidden.clone().requires_grad_(True)
-        logprobs, entropies = head(inputs, targets, 0.7)
-        (logprobs * slopes).sum().backward()
-        found.append((logprobs.detach(), entropies, inputs.grad, head.weight.grad))
-    for expected, value in zip(*found, strict=True):
-        scale = expected.float().abs().max().item()
-        assert (expected.float() - value.float()).abs().max().item() <= tolerance * scale
+def test_head_kernels():
+    kernel_checks.check_head("cuda", tokens=700, hidden_size=64, vocabulary=30_011)
 
 
 def test_a_slope_that_is_one_number_for_all_tokens():
@@ -94,20 +74,12 @@ def test_the_heads_memory_grows_with_its_chunk_and_not_with_tokens_times_vocabul
         assert torch.cuda.max_memory_allocated() - before < 1.5 * 2 * logprob_head.KERNEL_CHUNK_LOGITS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_silu_product(dtype):
-    from services.learner import layer_kernels
+def test_silu_product():
+    kernel_checks.check_silu_product("cuda", count=10_007)
 
-    torch.manual_seed(0)
-    gate, up, slope = (torch.randn(3, 5, 1001, device=GPU).to(dtype) * 3 for _ in range(3))
-    inputs = [t.clone().requires_grad_(True) for t in (gate, up)]
-    expected = torch.nn.functional.silu(inputs[0]) * inputs[1]
-    expected.backward(slope)
-    found = layer_kernels.silu_product(gate, up)
-    into_gate, into_up = layer_kernels.silu_product_backward(gate, up, slope)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for theirs, ours in ((expected.detach(), found), (inputs[0].grad, into_gate), (inputs[1].grad, into_up)):
-        assert (theirs.float() - ours.float()).abs().max() <= tolerance * theirs.float().abs().max()
+
+def test_rotation():
+    kernel_checks.check_rotation("cuda")
 
 
 # Rows in one line

@@ -48,3 +48,27 @@ def check_silu_product(device: str, count: int = 1000) -> None:
         for theirs, ours in pairs:
             scale = theirs.float().abs().max().item()
             assert (theirs.float() - ours.float()).abs().max().item() <= tolerance * scale, dtype
+
+
+def check_rotation(device: str) -> None:
+    """Values and gradients; q and k as models hand them over, as views of [batch, token, head, size]."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        for angle_batches in (1, 2):
+            torch.manual_seed(0)
+            q, k = (torch.randn(2, 5, heads, 16, device=device).to(dtype).transpose(1, 2) for heads in (3, 1))
+            cos, sin = torch.randn(2, angle_batches, 5, 16, device=device).to(dtype)
+            slopes = [torch.randn_like(q), torch.randn_like(k).transpose(1, 2).contiguous().transpose(1, 2)]
+            leaves = [t.double().requires_grad_(True) for t in (q, k)]
+            plain = [
+                x * cos.double()[:, None] + torch.cat((-x[..., 8:], x[..., :8]), dim=-1) * sin.double()[:, None]
+                for x in leaves
+            ]
+            torch.autograd.backward(plain, [slope.double() for slope in slopes])
+            found = [
+                *layer_kernels.rotated(q, k, cos, sin, back=False),
+                *layer_kernels.rotated(*slopes, cos, sin, back=True),
+            ]
+            for expected, value in zip([*plain, *(leaf.grad for leaf in leaves)], found, strict=True):
+                assert value.dtype == dtype and value.shape == expected.shape
+                scale = expected.abs().max().item()
+                assert (expected - value.double()).abs().max().item() <= tolerance * scale, dtype
