@@ -9,7 +9,7 @@ from antiphon.learner.v1 import learner_pb2, learner_pb2_grpc
 from antiphon.tenant.v1 import tenant_pb2, tenant_pb2_grpc
 
 from services.common.config import ProcessConfig
-from services.common.worker import Worker, main
+from services.common.worker import DRAIN_SECONDS, Worker, main
 from services.learner.config import LearnerConfig
 from services.learner.process import LearnerProcess
 from services.learner.ranks import RANK_MODULE
@@ -24,6 +24,7 @@ async def build(process: ProcessConfig[LearnerConfig], rank_module: str = RANK_M
         health_check=parent.health_check,
         describe=parent.fill_in,
         on_drain=parent.drain,
+        drain_seconds=process.settings.save_grace_seconds + DRAIN_SECONDS,
     )
     parent.on_change = worker.changed
     learner = parent.under(worker.guard)

@@ -24,6 +24,7 @@ from services.learner import exporting
 from services.learner.batching import Layout, Row, plan_micro_batches
 from services.learner.config import LearnerConfig
 from services.learner.device_memory import DeviceMemory
+from services.learner.memory_peak import MemoryWatch
 from services.learner.packing import pack
 from services.learner.policy_model import (
     compute_in_float32,
@@ -32,9 +33,11 @@ from services.learner.policy_model import (
     load_policy_model,
 )
 from services.learner.publishing import WeightTransfer, probe_token_ids
-from services.learner.stepping import StepRunner
+from services.learner.rank_checkpoint import RankCheckpoint
+from services.learner.step_runners import DryStepRunner, ResumableStepRunner
 from services.learner.trainer import Report
 from services.learner.zero_engine import VERSION, gathered, join_distributed, make_zero_engine
+from services.learner.zero_state import ZeroState
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +71,8 @@ class DeepSpeedTrainer:
             compute_in_float32(self._model)
         layout = layout_of(self._model, self._max_sequence_tokens)
         self._engine = make_zero_engine(policy, settings.optimizer, process.model.dtype, ranks, self._device)
-        self._steps = StepRunner(
+        self._state = ZeroState(self._engine, self._model, rank)
+        self._steps = ResumableStepRunner(
             self._engine,
             settings.optimizer,
             rank=rank,
@@ -76,6 +80,9 @@ class DeepSpeedTrainer:
             device=self._device,
             token_budget=settings.micro_batch_tokens,
             layout=layout,
+        )
+        self._checkpoint = RankCheckpoint(
+            process, self._state, self._steps, rank=rank, ranks=ranks, device=self._device
         )
         self._memory: DeviceMemory | None = None
         if self._device.type == "cuda":
@@ -117,6 +124,8 @@ class DeepSpeedTrainer:
     def train_step(self, work: ranks_pb2.RankTrainStep, report: Report) -> learner_pb2.StepResult | None:
         for trajectory in work.trajectories:
             self._check_tokens(trajectory.trajectory_id, trajectory.token_ids)
+        if work.header.dry_run:
+            return self._dry_run(work, report)
         self._probe_logprobs = None
         result = self._steps.run(work.header, work.trajectories, report)
         if self._memory is not None:
@@ -198,6 +207,20 @@ class DeepSpeedTrainer:
                 pass
         return learner_pb2.ExportResult(path=request.path)
 
+    def save(self, work: ranks_pb2.RankSave, report: Report) -> ranks_pb2.RankSaved:
+        return self._checkpoint.save(work, report)
+
+    def check_load(self, work: ranks_pb2.RankCheckLoad, report: Report) -> None:
+        self._checkpoint.check_load(work, report)
+
+    def load(self, work: ranks_pb2.RankLoad, report: Report) -> ranks_pb2.RankLoaded:
+        self._probe_logprobs = None
+        loaded = self._checkpoint.load(work, report)
+        if self._memory is not None:
+            self._memory.note_sizes()
+            self._probe()
+        return loaded
+
     def sleep(self, tags: Sequence[grant_pb2.MemoryTag]) -> ranks_pb2.RankMemoryChange | None:
         if grant_pb2.MEMORY_TAG_WEIGHTS in tags:
             self._transfer.leave()  # its buffers are on the GPU, under no tag
@@ -208,6 +231,24 @@ class DeepSpeedTrainer:
 
     def memory(self) -> tenant_pb2.DeviceMemory | None:
         return None if self._memory is None else self._memory.held()
+
+    def _dry_run(self, work: ranks_pb2.RankTrainStep, report: Report) -> learner_pb2.StepResult:
+        watch = MemoryWatch(self._rank, self._device)
+        self._state.make_moments()
+        steps = DryStepRunner(
+            self._engine,
+            self._process.settings.optimizer,
+            rank=self._rank,
+            ranks=self._ranks,
+            device=self._device,
+            token_budget=self._steps.token_budget,
+            layout=self._steps.layout,
+        )
+        result = steps.run(work.header, work.trajectories, report)
+        result.peaks.append(watch.peak())
+        if self._memory is not None:
+            self._memory.note_sizes()
+        return result
 
     def _probe(self) -> list[float]:
         """Log-probs of the probe's tokens but the first under the current weights; computed once for each version."""

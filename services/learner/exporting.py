@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,23 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from services.common.errors import InvalidRequest
+from services.learner.whole_folder import WholeFolder
 
 SHARD_BYTES = 4 << 30
 # What is in a model folder and is not copied: weights in any format, and the text that describes the original.
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", "README.md")
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
-
-
-def check_target(path: Path) -> None:
-    """Raises InvalidRequest unless `path` is absolute, free, and in a folder that exists."""
-    if not path.is_absolute() or "\0" in str(path):
-        raise InvalidRequest(f"export to {path}: expected an absolute path")
-    if os.path.lexists(path):
-        raise InvalidRequest(f"export to {path}: it exists; an export never replaces anything, name another path")
-    if not path.parent.is_dir():
-        raise InvalidRequest(f"export to {path}: there is no folder {path.parent}")
 
 
 def write_folder(
@@ -49,9 +37,8 @@ def write_folder(
     reads those, so a mistake in one of them cannot lose the weights. `report(done)` hears of each tensor.
     Raises InvalidRequest when the path exists, OSError when it cannot be written; then nothing is left at `path`.
     """
-    check_target(path)
-    aside = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
-    aside.mkdir(mode=0o755)
+    folder = WholeFolder("export to", path)
+    aside = folder.aside
     try:
         _write_weights(aside, tensors, report)
         _verify(aside, shapes)
@@ -59,14 +46,9 @@ def write_folder(
         for file in sorted(source.iterdir()):
             if file.is_file() and file.name != "config.json" and not file.name.endswith(NOT_COPIED):
                 shutil.copyfile(file, aside / file.name)
-        for file in aside.iterdir():
-            _sync(file)
-        _sync(aside)
-        check_target(path)
-        aside.rename(path)
-        _sync(path.parent)
+        folder.publish()
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        folder.discard()
         raise
 
 
@@ -126,11 +108,3 @@ def _write_config(folder: Path, source: Path, dtype_name: str) -> None:
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
         config[key] = dtype_name
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

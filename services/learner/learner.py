@@ -6,7 +6,6 @@ It outlives its ranks. Everything that can be said without them, or after they a
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +15,13 @@ from pathlib import Path
 from antiphon.learner.v1 import learner_pb2, ranks_pb2
 from antiphon.tenant.v1 import tenant_pb2
 from antiphon.types.v1 import chat_pb2, policy_pb2, transfer_pb2
-from google.protobuf.message import Message
 
 from services.common.errors import AntiphonError, Conflict, Expired, InvalidRequest, Unavailable
 from services.common.operations import Operation, Operations, Report
 from services.common.tenancy import TenantGuard
 from services.learner.batch_checks import check_step
+from services.learner.checkpoints import LearnerCheckpoints
+from services.learner.history import History, settings_of
 from services.learner.memory import OPTIMIZER, WEIGHTS, LearnerMemory
 from services.learner.ranks import Ranks
 
@@ -29,11 +29,9 @@ LONGEST_DEADLINE_SECONDS = 7 * 24 * 3600.0
 MOST_RECEIVER_RANKS = 4096
 """What a rank makes of more (a timeout that does not fit its type, a table of all peers) would be its end."""
 TRANSPORTS = (transfer_pb2.TRANSPORT_GLOO, transfer_pb2.TRANSPORT_NCCL, transfer_pb2.TRANSPORT_CUDA_IPC)
+DRY_RUNS_REMEMBERED = 4
 LATE_SECONDS = 3.0
 """After the deadline of a publication, which each rank keeps by itself, and which leaves it the probe to compute."""
-STEPS_REMEMBERED = 1024
-STEPS_REMEMBERED_SECONDS = 24 * 3600.0
-"""The answers of so many Steps, at most so old, are kept for a repeat; after that a repeat is a Conflict."""
 
 
 class _Epoch:
@@ -61,18 +59,17 @@ class Learner:
         self._guard = guard
         self._turn = asyncio.Lock()  # first come, first served
         self.memory = LearnerMemory(ranks, self._turn, guard, on_change)
-        self._policy = policy_pb2.Policy(version=0)
-        self._steps: Operations[learner_pb2.StepResult] = Operations("step", STEPS_REMEMBERED, STEPS_REMEMBERED_SECONDS)
+        self._history = History()
+        self.checkpoints = LearnerCheckpoints(ranks, self._turn, self.memory, self._history, self._other_policy)
+        self._dry_runs: Operations[learner_pb2.StepResult] = Operations("dry run", keep=DRY_RUNS_REMEMBERED)
         self._publications: Operations[learner_pb2.PublishResult] = Operations("publication")
         self._exports: Operations[learner_pb2.ExportResult] = Operations("export")
         self._epoch: _Epoch | None = None
 
     @property
     def policy(self) -> policy_pb2.Policy:
-        """The current one; its digest is known after its first publication."""
-        copy = policy_pb2.Policy()
-        copy.CopyFrom(self._policy)
-        return copy
+        """The current one; its digest is known after a publication, a Save or a Load."""
+        return self._history.policy
 
     @property
     def problem(self) -> str | None:
@@ -101,7 +98,7 @@ class Learner:
             work = ranks_pb2.RankForward(header=header, sequences=sequences)
             reply = await self._ranks.run(ranks_pb2.RankCommand(forward=work))
             for response in reply.forward.responses:
-                response.policy.CopyFrom(self._policy)
+                response.policy.CopyFrom(self._history.policy)
             return list(reply.forward.responses)
 
     async def encode(self, conversations: Sequence[chat_pb2.Conversation]) -> list[chat_pb2.TokenIds]:
@@ -115,26 +112,35 @@ class Learner:
     ) -> Operation[learner_pb2.StepResult]:
         """Begins the Step, or attaches to the one of that id. Raises InvalidRequest, Conflict.
 
-        Its work goes on whatever becomes of the caller; its result is remembered (STEPS_REMEMBERED).
+        Its work goes on whatever becomes of the caller; its result is remembered (services/learner/history.py).
         """
         longest = self._ranks.hello.max_sequence_tokens
         # Large batches: the loop must go on answering while this one is checked.
         await asyncio.to_thread(check_step, header, trajectories, longest)
-        fingerprint = hashlib.sha256(_settings(header)).digest()  # holds the batch's digest
+        command = ranks_pb2.RankCommand(train_step=ranks_pb2.RankTrainStep(header=header, trajectories=trajectories))
 
         async def work(report: Report) -> learner_pb2.StepResult:
             async with self._turn:
-                expected = self._policy.version + 1
-                if header.step_id != expected:
-                    raise Conflict(f"step {header.step_id}: the policy is version {expected - 1}; expected {expected}")
+                self._history.require_next(header.step_id)
                 self.memory.require(f"step {header.step_id}", WEIGHTS, OPTIMIZER)
-                command = ranks_pb2.RankTrainStep(header=header, trajectories=trajectories)
-                reply = await self._ranks.run(ranks_pb2.RankCommand(train_step=command), report)
-                self._policy = policy_pb2.Policy(version=header.step_id)
-                reply.step.policy.CopyFrom(self._policy)
+                reply = await self._ranks.run(command, report)
+                reply.step.policy.CopyFrom(self._history.applied(header.step_id))
                 return reply.step
 
-        return self._steps.start_or_attach(str(header.step_id), fingerprint, work)
+        async def dry_run(report: Report) -> learner_pb2.StepResult:
+            async with self._turn:
+                self._history.require_next(header.step_id)
+                self.memory.require(f"dry run of step {header.step_id}", WEIGHTS, OPTIMIZER)
+                replies = await self._ranks.run_all(command, report)
+                step = replies[0].step
+                step.policy.CopyFrom(self._history.policy)
+                for other in replies[1:]:
+                    step.peaks.extend(other.step.peaks)
+                return step
+
+        if header.dry_run:
+            return self._dry_runs.start_or_attach(str(header.step_id), settings_of(header), dry_run)
+        return self._history.step(header, work)
 
     async def join_transfer(self, request: learner_pb2.JoinTransferRequest) -> transfer_pb2.TransferManifest:
         """Enters the epoch and answers how to join it; the ranks wait for the receivers in the background.
@@ -163,7 +169,7 @@ class Learner:
                 now.connected.cancel()
             now = self._epoch = _Epoch(request)
             now.connected = asyncio.create_task(self._enter(now))
-        elif _settings(request) != _settings(now.request):
+        elif settings_of(request) != settings_of(now.request):
             raise Conflict(f"epoch {request.epoch}: joined before with other settings; use a new epoch")
         return await asyncio.shield(now.manifest)
 
@@ -190,7 +196,7 @@ class Learner:
         _ = self._ranks.hello
         _check_deadline(f"publish version {request.policy_version}", request.deadline_seconds)
         return self._publications.start_or_attach(
-            request.request_id, _settings(request), lambda report: self._publish(request, report)
+            request.request_id, settings_of(request), lambda report: self._publish(request, report)
         )
 
     async def _publish(self, request: learner_pb2.PublishRequest, report: Report) -> learner_pb2.PublishResult:
@@ -205,8 +211,8 @@ class Learner:
             epoch = self._current_epoch(request.epoch)
             if epoch.broken is not None:
                 raise Unavailable(f"epoch {request.epoch} cannot be used any more, make a new one: {epoch.broken}")
-            if request.policy_version != self._policy.version:
-                raise Conflict(f"publish version {request.policy_version}: the policy is at {self._policy.version}")
+            if request.policy_version != self._history.version:
+                raise Conflict(f"publish version {request.policy_version}: the policy is at {self._history.version}")
             self.memory.require(f"publish version {request.policy_version}", WEIGHTS)
             ours = learner_pb2.PublishRequest()
             ours.CopyFrom(request)
@@ -228,8 +234,8 @@ class Learner:
             except AntiphonError as error:
                 epoch.break_off(error)
                 raise
-            self._policy.digest = reply.publish.policy.digest
-            reply.publish.policy.CopyFrom(self._policy)
+            self._history.know_digest(reply.publish.policy.digest)
+            reply.publish.policy.CopyFrom(self._history.policy)
             return reply.publish
 
     def _current_epoch(self, number: int) -> _Epoch:
@@ -250,10 +256,15 @@ class Learner:
                 reply = await self._ranks.run(
                     ranks_pb2.RankCommand(export=ranks_pb2.RankExport(request=request)), report
                 )
-                reply.export.policy.CopyFrom(self._policy)
+                reply.export.policy.CopyFrom(self._history.policy)
                 return reply.export
 
-        return self._exports.start_or_attach(request.request_id, _settings(request), work)
+        return self._exports.start_or_attach(request.request_id, settings_of(request), work)
+
+    def _other_policy(self) -> None:
+        """A checkpoint was loaded: what was published and tried is no answer any more."""
+        self._publications = Operations("publication")
+        self._dry_runs = Operations("dry run", keep=DRY_RUNS_REMEMBERED)
 
     async def state(self) -> tenant_pb2.GetStateResponse:
         """What `describe` says, and what the ranks' GPUs hold, read there now."""
@@ -266,7 +277,7 @@ class Learner:
     def describe(self) -> tenant_pb2.GetStateResponse:
         """State, policy and children, as they are now; also before the ranks are up and after they are lost."""
         state = tenant_pb2.GetStateResponse(
-            policy=self._policy,
+            policy=self._history.policy,
             pids=[os.getpid(), *self._ranks.pids],
             transfer_ranks=self._ranks.count,
             asleep=self.memory.asleep,
@@ -289,13 +300,3 @@ def _check_deadline(what: str, seconds: float) -> None:
     """One that has passed is no mistake; one that no clock can hold is."""
     if not seconds <= LONGEST_DEADLINE_SECONDS:  # NaN is off, too
         raise InvalidRequest(f"{what}: deadline_seconds {seconds}; expected at most {LONGEST_DEADLINE_SECONDS:.0f}")
-
-
-def _settings(request: Message) -> bytes:
-    """What makes two requests the same request: everything but how it is called, under what and for how long."""
-    copy = type(request)()
-    copy.CopyFrom(request)
-    for name in ("request_id", "deadline_seconds", "token"):
-        if name in copy.DESCRIPTOR.fields_by_name:
-            copy.ClearField(name)
-    return copy.SerializeToString(deterministic=True)

@@ -31,6 +31,7 @@ class LearnerProcess:
         service = process.service
         self._start_seconds = settings.start_seconds
         self._linger_seconds = settings.failed_linger_seconds
+        self._save_grace_seconds = settings.save_grace_seconds
         self.on_change: Callable[[], None] = lambda: None
         logs = service.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -83,6 +84,8 @@ class LearnerProcess:
         announcement.policy.CopyFrom(state.policy)
 
     async def drain(self) -> None:
+        """Lets a checkpoint come to its end, then ends the ranks; other work under way gets Unavailable."""
+        await self.learner.checkpoints.finish_saves(self._save_grace_seconds)
         await self._ranks.stop()
 
 

@@ -110,31 +110,35 @@ def _answer(parent: Parent, trainer: Trainer, command: ranks_pb2.RankCommand) ->
     parent.reply(reply)
 
 
+_Do = Callable[[Trainer, ranks_pb2.RankCommand, Report], Message | None]
+_WORK: dict[str, tuple[str, _Do]] = {
+    "train_step": ("step", lambda trainer, command, report: trainer.train_step(command.train_step, report)),
+    "join_transfer": ("manifest", lambda trainer, command, _: trainer.join_transfer(command.join_transfer.request)),
+    "connect_transfer": ("done", lambda trainer, command, _: trainer.connect_transfer(command.connect_transfer)),
+    "publish": ("publish", lambda trainer, command, report: trainer.publish(command.publish.request, report)),
+    "export": ("export", lambda trainer, command, report: trainer.export(command.export.request, report)),
+    "save": ("saved", lambda trainer, command, report: trainer.save(command.save, report)),
+    "check_load": ("done", lambda trainer, command, report: trainer.check_load(command.check_load, report)),
+    "load": ("loaded", lambda trainer, command, report: trainer.load(command.load, report)),
+    "sleep": ("memory_change", lambda trainer, command, _: trainer.sleep(command.sleep.tags)),
+    "wake": ("memory_change", lambda trainer, command, _: trainer.wake(command.wake.tags)),
+    "memory": ("memory", lambda trainer, command, _: trainer.memory()),
+}
+"""Work whose answer is one message or none: the part of the reply that it goes into, and what does it."""
+
+
 def _done(trainer: Trainer, command: ranks_pb2.RankCommand, report: Report) -> ranks_pb2.RankReply:
     reply = ranks_pb2.RankReply()
-    match command.WhichOneof("work"):
-        case "forward":
-            reply.forward.responses.extend(trainer.forward(command.forward, report))
-        case "train_step":
-            _set(reply.step, trainer.train_step(command.train_step, report))
-        case "encode":
-            reply.encode.encoded.extend(trainer.encode(command.encode))
-        case "join_transfer":
-            _set(reply.manifest, trainer.join_transfer(command.join_transfer.request))
-        case "connect_transfer":
-            trainer.connect_transfer(command.connect_transfer)
-        case "publish":
-            _set(reply.publish, trainer.publish(command.publish.request, report))
-        case "export":
-            _set(reply.export, trainer.export(command.export.request, report))
-        case "sleep":
-            _set(reply.memory_change, trainer.sleep(command.sleep.tags))
-        case "wake":
-            _set(reply.memory_change, trainer.wake(command.wake.tags))
-        case "memory":
-            _set(reply.memory, trainer.memory())
-        case work:
-            raise ValueError(f"command {command.id}: {work!r} is not known to this build")
+    work = command.WhichOneof("work")
+    if work == "forward":
+        reply.forward.responses.extend(trainer.forward(command.forward, report))
+    elif work == "encode":
+        reply.encode.encoded.extend(trainer.encode(command.encode))
+    elif work in _WORK:
+        part, do = _WORK[work]
+        _set(getattr(reply, part), do(trainer, command, report))
+    else:
+        raise ValueError(f"command {command.id}: {work!r} is not known to this build")
     return reply
 
 

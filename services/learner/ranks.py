@@ -12,25 +12,26 @@ are two kinds of failure:
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from antiphon.learner.v1 import ranks_pb2
 
-from services.common import errors, processes
-from services.common.errors import AntiphonError, Internal, Unavailable
+from services.common import processes
+from services.common.errors import Unavailable
 from services.common.operations import Report
-from services.learner.framing import BESIDE_OTHER_WORK, framed, read_message
+from services.learner import rank_losses
+from services.learner.framing import framed, read_message
+from services.learner.rank_answers import Answers, error_class
+from services.learner.rank_losses import Loss, Losses
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,6 @@ DYING_SECONDS = 10.0
 """A process that used a GPU closes its connection first, and takes seconds to end: how it ended is the cause."""
 STOP_SECONDS = 5.0
 WATCH_PERIOD_SECONDS = 1.0
-TRACEBACK_CHARACTERS = 1000
-"""Of the end of a rank's traceback, in the error: a gRPC status has room for little more. All of it is in the log."""
 
 
 class Ranks(Protocol):
@@ -72,7 +71,7 @@ class Ranks(Protocol):
         """Has every rank do the command; answers rank 0's reply, or raises what the first failing rank said."""
         ...
 
-    async def run_all(self, command: ranks_pb2.RankCommand) -> list[ranks_pb2.RankReply]:
+    async def run_all(self, command: ranks_pb2.RankCommand, report: Report | None = None) -> list[ranks_pb2.RankReply]:
         """The same, and every rank's reply, in rank order."""
         ...
 
@@ -87,34 +86,6 @@ class _Rank:
     log: Path
     process: asyncio.subprocess.Process | None = None
     writer: asyncio.StreamWriter | None = None
-
-
-@dataclass
-class _Pending:
-    """A command under way."""
-
-    report: Report | None
-    is_beside: bool
-    """It runs beside the ranks' work, and may wait for others: silence is no sign of death."""
-    result: asyncio.Future[list[ranks_pb2.RankReply]]
-    replies: dict[int, ranks_pb2.RankReply] = field(default_factory=dict)
-    first_error: AntiphonError | None = None
-
-
-class _Sign(enum.IntEnum):
-    """Signs of a loss, the likelier cause first: whoever dies without a word is not complaining of another."""
-
-    DIED_SILENTLY = 0
-    FAILED = 1
-    CLOSED = 2
-    DIED_AFTER_FAILING = 3
-
-
-@dataclass
-class _Loss:
-    sign: _Sign
-    rank: int
-    text: str
 
 
 RANK_MODULE = "services.learner.rank_main"
@@ -168,10 +139,9 @@ class RankProcesses:
         self.on_change = on_change
         self._hellos: dict[int, ranks_pb2.RankHello] = {}
         self._ready: asyncio.Future[None] | None = None
-        self._pending: dict[int, _Pending] = {}
-        self._next_id = 1
+        self._answers = Answers(count)
         self._last_word = time.monotonic()
-        self._losses: list[_Loss] = []
+        self._losses = Losses()
         self._rank_ended = asyncio.Event()
         """Some rank's process has."""
         self._problem: str | None = None
@@ -236,31 +206,24 @@ class RankProcesses:
     async def run(self, command: ranks_pb2.RankCommand, report: Report | None = None) -> ranks_pb2.RankReply:
         return (await self._run(command, report))[0]
 
-    async def run_all(self, command: ranks_pb2.RankCommand) -> list[ranks_pb2.RankReply]:
-        return await self._run(command, None)
+    async def run_all(self, command: ranks_pb2.RankCommand, report: Report | None = None) -> list[ranks_pb2.RankReply]:
+        return await self._run(command, report)
 
     def give_up(self, problem: str) -> None:
         self._end_all(problem)
 
     async def _run(self, command: ranks_pb2.RankCommand, report: Report | None) -> list[ranks_pb2.RankReply]:
         _ = self.hello  # raises while they cannot work
-        command.id = self._next_id
-        self._next_id += 1
-        is_beside = command.WhichOneof("work") in BESIDE_OTHER_WORK
-        pending = _Pending(report, is_beside, asyncio.get_running_loop().create_future())
+        asked = self._answers.begin(command, report)
         data = framed(command)  # may raise: before anybody waits for an answer
-        if not self._working():
+        if not self._answers.are_awaited:
             self._last_word = time.monotonic()
-        self._pending[command.id] = pending
-        try:
-            for rank in self._ranks:
-                if rank.writer is not None:
-                    rank.writer.write(data)
-            # A cancelled caller leaves the command to its end: the ranks are doing it.
-            return await asyncio.shield(pending.result)
-        finally:
-            if pending.result.done():
-                self._pending.pop(command.id, None)
+        self._answers.enter(command, asked)
+        for rank in self._ranks:
+            if rank.writer is not None:
+                rank.writer.write(data)
+        # A cancelled caller leaves the command to its end: the ranks are doing it.
+        return await asyncio.shield(asked.result)
 
     async def stop(self) -> None:
         """Ends the ranks: asks them, then SIGTERM, then SIGKILL. Commands under way get Unavailable."""
@@ -292,7 +255,7 @@ class RankProcesses:
             self._heard(rank, reply)
         if rank is not None and not self._stopping:
             rank.writer = None
-            self._lost(_Sign.CLOSED, rank.number, f"rank {rank.number} closed its connection; log: {rank.log}")
+            self._lost(rank_losses.of_closing(rank.number, rank.log))
 
     def _heard(self, rank: _Rank, reply: ranks_pb2.RankReply) -> None:
         part = reply.WhichOneof("part")
@@ -302,64 +265,41 @@ class RankProcesses:
                 self._ready.set_result(None)
                 self.on_change()
             return
-        if part == "failure" and (reply.id not in self._pending or _error_class(reply.failure) is None):
-            self._lost(_Sign.FAILED, rank.number, _told(rank, reply.failure))
+        if part == "failure" and (not self._answers.knows(reply.id) or error_class(reply.failure) is None):
+            self._lost(rank_losses.of_failure(rank.number, reply.failure, rank.log))
             return
-        pending = self._pending.get(reply.id)
-        if pending is None:
-            return
-        if part == "progress":
-            if rank.number == 0 and pending.report is not None:
-                pending.report(reply.progress.phase, reply.progress.done, reply.progress.of)
-            return
-        pending.replies[rank.number] = reply
-        if part == "failure" and pending.first_error is None:
-            pending.first_error = (_error_class(reply.failure) or Internal)(reply.failure.message)
-        if len(pending.replies) == self.count and not pending.result.done():
-            self._pending.pop(reply.id)
-            if pending.first_error is not None:
-                pending.result.set_exception(pending.first_error)
-            else:
-                pending.result.set_result([pending.replies[number] for number in range(self.count)])
+        reply.rank = rank.number
+        self._answers.heard(reply)
 
     async def _watch_process(self, rank: _Rank) -> None:
         assert rank.process is not None
         code = await rank.process.wait()
         if not self._stopping:
-            failed = any(loss.rank == rank.number and loss.sign is _Sign.FAILED for loss in self._losses)
-            sign = _Sign.DIED_AFTER_FAILING if failed else _Sign.DIED_SILENTLY
-            text = f"rank {rank.number} (pid {rank.process.pid}) {_ended(code)}; log: {rank.log}"
-            self._lost(sign, rank.number, text)
+            self._lost(self._losses.of_death(rank.number, rank.process.pid, code, rank.log))
             self._rank_ended.set()
 
     async def _watch_silence(self) -> None:
         while True:
             await asyncio.sleep(WATCH_PERIOD_SECONDS)
             silence = time.monotonic() - self._last_word
-            if self._working() and silence > self._silence_seconds:
+            if self._answers.are_awaited and silence > self._silence_seconds:
                 logs = ", ".join(str(rank.log) for rank in self._ranks)
                 self._end_all(f"no rank has said anything for {silence:.0f} s in the middle of work; logs: {logs}")
 
-    def _working(self) -> bool:
-        return any(not pending.is_beside for pending in self._pending.values())
-
-    def _lost(self, sign: _Sign, rank: int, text: str) -> None:
-        if self._problem is not None:
-            return
-        self._losses.append(_Loss(sign, rank, text))
-        if len(self._losses) == 1:
+    def _lost(self, loss: Loss) -> None:
+        if self._problem is None and self._losses.note(loss):
             self._task(self._judge())
 
     async def _judge(self) -> None:
         """Finds the cause among the signs: the first of the likeliest kind."""
         await asyncio.sleep(JUDGE_SECONDS)
-        if all(loss.sign is _Sign.CLOSED for loss in self._losses):
+        if self._losses.only_closed:
             try:
                 async with asyncio.timeout(DYING_SECONDS):
                     await self._rank_ended.wait()
             except TimeoutError:
                 pass
-        self._end_all(min(self._losses, key=lambda loss: loss.sign).text)
+        self._end_all(self._losses.cause)
 
     def _end_all(self, problem: str) -> None:
         if self._problem is not None:
@@ -376,34 +316,9 @@ class RankProcesses:
         self.on_change()
 
     def _fail_pending(self) -> None:
-        pending, self._pending = self._pending, {}
-        for command in pending.values():
-            if not command.result.done():
-                command.result.set_exception(Unavailable(self._problem or "the learner is stopping"))
-                command.result.exception()  # its caller may be gone
+        self._answers.fail_all(self._problem or "the learner is stopping")
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _error_class(failure: ranks_pb2.RankFailure) -> type[AntiphonError] | None:
-    """The error a rank that goes on has raised; None when it is lost."""
-    known = getattr(errors, failure.error, None)
-    if isinstance(known, type) and issubclass(known, AntiphonError) and known is not Internal:
-        return known
-    return None
-
-
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    if -code == signal.SIGKILL:
-        return "was killed by SIGKILL (by somebody, or by the kernel because memory ran out)"
-    return f"was ended by {signal.Signals(-code).name}"
-
-
-def _told(rank: _Rank, failure: ranks_pb2.RankFailure) -> str:
-    trace = failure.traceback[-TRACEBACK_CHARACTERS:]
-    return f"rank {rank.number} failed: {failure.message}; log: {rank.log}\n{trace}"

@@ -70,6 +70,18 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         async for said in self._learner.export(request).follow():
             yield _response(learner_pb2.ExportResponse, said)
 
+    async def Save(self, request: learner_pb2.SaveRequest, context: Any) -> AsyncIterator[learner_pb2.SaveResponse]:
+        _require_id(request)
+        await self._guard.check(request.token, [WEIGHTS, OPTIMIZER])
+        async for said in self._learner.checkpoints.save(request).follow():
+            yield _response(learner_pb2.SaveResponse, said)
+
+    async def Load(self, request: learner_pb2.LoadRequest, context: Any) -> AsyncIterator[learner_pb2.LoadResponse]:
+        _require_id(request)
+        await self._guard.check(request.token, [WEIGHTS, OPTIMIZER])
+        async for said in self._learner.checkpoints.load(request).follow():
+            yield _response(learner_pb2.LoadResponse, said)
+
 
 class TenantServicer(tenant_pb2_grpc.TenantServiceServicer):
     """TenantService of a learner."""
@@ -128,7 +140,12 @@ async def _header_and_rest(requests: AsyncIterator[Any], kind: str, most_bytes: 
 
 
 def _require_id(
-    request: learner_pb2.PublishRequest | learner_pb2.ExportRequest | tenant_pb2.SleepRequest | tenant_pb2.WakeRequest,
+    request: learner_pb2.PublishRequest
+    | learner_pb2.ExportRequest
+    | learner_pb2.SaveRequest
+    | learner_pb2.LoadRequest
+    | tenant_pb2.SleepRequest
+    | tenant_pb2.WakeRequest,
 ) -> None:
     if not request.request_id:
         name = type(request).__name__

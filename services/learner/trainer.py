@@ -30,7 +30,10 @@ class Trainer(Protocol):
         ...
 
     def train_step(self, work: ranks_pb2.RankTrainStep, report: Report) -> learner_pb2.StepResult | None:
-        """Applies a checked Step; the weights are those of version `step_id` afterwards."""
+        """Applies a checked Step; the weights are those of version `step_id` afterwards.
+
+        A dry run changes nothing, and every rank answers it, each with its own peak of memory.
+        """
         ...
 
     def encode(self, work: ranks_pb2.RankEncode) -> list[chat_pb2.TokenIds]:
@@ -51,6 +54,18 @@ class Trainer(Protocol):
 
     def export(self, request: learner_pb2.ExportRequest, report: Report) -> learner_pb2.ExportResult | None:
         """Writes a Hugging Face folder."""
+        ...
+
+    def save(self, work: ranks_pb2.RankSave, report: Report) -> ranks_pb2.RankSaved:
+        """Writes this rank's share of a checkpoint. Raises Unavailable when the disk is full or refuses."""
+        ...
+
+    def check_load(self, work: ranks_pb2.RankCheckLoad, report: Report) -> None:
+        """Raises InvalidRequest unless this rank's share of the files is whole and of this model. Nothing changes."""
+        ...
+
+    def load(self, work: ranks_pb2.RankLoad, report: Report) -> ranks_pb2.RankLoaded:
+        """Takes over a checkpoint that every rank has checked. An error in the middle means that the rank is lost."""
         ...
 
     def sleep(self, tags: Sequence[grant_pb2.MemoryTag]) -> ranks_pb2.RankMemoryChange | None:

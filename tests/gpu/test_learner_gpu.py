@@ -12,13 +12,13 @@ import pytest
 import pytest_asyncio
 import torch
 import transformers
-from antiphon.learner.v1 import learner_pb2
+from antiphon.learner.v1 import checkpoint_pb2, learner_pb2
 from antiphon.tenant.v1 import tenant_pb2
 from antiphon.types.v1 import grant_pb2
 
 from services.common.config import ProcessConfig, dump, parse
 from services.common.errors import Conflict, Unavailable
-from services.learner import logprob_head
+from services.learner import checkpoint, logprob_head
 from services.learner.batching import Layout, Row, plan_micro_batches
 from services.learner.config import LearnerConfig
 from services.learner.learner import Learner
@@ -245,6 +245,45 @@ async def test_sleep_gives_back_what_it_says_and_wake_brings_it_back(live):
     await live.wake("w2")
     state = await live.learner.state()
     assert {part.tag: part.bytes for part in state.devices[0].held} == held and not state.asleep
+    assert not (await live.step()).updates[0].skipped
+
+
+async def test_a_checkpoint_is_what_sleep_cannot_change_and_a_load_brings_back(live, tmp_path):
+    async def save(name: str) -> checkpoint_pb2.CheckpointManifest:
+        path, version = tmp_path / name, live.learner.policy.version
+        request = learner_pb2.SaveRequest(request_id=name, path=str(path), policy_version=version)
+        await live.learner.checkpoints.save(request).result()
+        return checkpoint.read_manifest(path)[0]
+
+    await live.step()
+    first, before = await save("first"), await live.logprobs()
+    await live.sleep("s")
+    await live.wake("w")
+    assert (await save("awake")).files == first.files
+    await live.step()
+    assert await live.logprobs() != before
+    request = learner_pb2.LoadRequest(request_id="l", path=str(tmp_path / "first"))
+    loaded = await live.learner.checkpoints.load(request).result()
+    assert (loaded.policy, loaded.next_step_id) == (first.policy, 2)
+    assert await live.logprobs() == before
+    assert (await save("back")).files == first.files
+    await live.sleep("s2")  # the whole copies of parameters that a load makes are the ones that sleep
+    await live.wake("w2")
+    assert await live.logprobs() == before
+    assert not (await live.step()).updates[0].skipped
+
+
+async def test_a_dry_run_measures_the_peak_and_changes_nothing(live):
+    before = await live.logprobs()
+    batch = make_batch(live.vocabulary)
+    header = make_header(1, batch)
+    header.dry_run = True
+    tried = await (await live.learner.train_step(header, batch)).result()
+    (peak,) = tried.peaks
+    assert peak.device.startswith("GPU-")
+    # The moments are there already: the first Step needs no more.
+    assert sum(part.bytes for part in (await live.learner.state()).devices[0].held) < peak.bytes < peak.total_bytes
+    assert await live.logprobs() == before and live.learner.policy.version == 0
     assert not (await live.step()).updates[0].skipped
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from antiphon.tenant.v1 import tenant_pb2, tenant_pb2_grpc
 from antiphon.types.v1 import chat_pb2, progress_pb2, transfer_pb2
 
 from services.common.digest import digest_messages
-from services.common.errors import AntiphonError, Conflict, InvalidRequest, Unavailable
+from services.common.errors import AntiphonError, Conflict, InvalidRequest, NotFound, Unavailable
 from tests.simulated.policy import PROBE, WEIGHTS, logprobs, policy
 from tests.simulated.rollout import Encode
 
@@ -31,6 +34,9 @@ class SimulatedLearner(learner_pb2_grpc.LearnerServiceServicer, tenant_pb2_grpc.
         self.batches: list[Batch] = []
         self.published: list[tuple[int, int]] = []  # (epoch, version)
         self.exported: list[str] = []
+        self.saved: list[str] = []
+        self.loaded: list[str] = []
+        self.dry_runs: list[Batch] = []
         self._digests: dict[int, bytes] = {}
         self._epoch = 0
         self._applying = asyncio.Lock()
@@ -41,6 +47,10 @@ class SimulatedLearner(learner_pb2_grpc.LearnerServiceServicer, tenant_pb2_grpc.
         self.lost_answers = 0  # Steps that are applied, whose first call then breaks
         self.publish_delay_seconds = 0.0
         self.publish_errors: list[AntiphonError] = []
+        self.on_save: Callable[[learner_pb2.SaveRequest], None] = lambda request: None  # before anything is written
+        self.save_delay_seconds = 0.0
+        self.save_errors: list[AntiphonError] = []
+        self.load_errors: list[AntiphonError] = []
         self.logprob_shift = 0.0
         self.skip_updates = False
 
@@ -80,6 +90,12 @@ class SimulatedLearner(learner_pb2_grpc.LearnerServiceServicer, tenant_pb2_grpc.
                 rows.append(request.trajectory)
         assert header is not None
         self._check(header, rows)
+        if header.dry_run:
+            self.dry_runs.append((header, rows))
+            peak = learner_pb2.MemoryPeak(device="host", bytes=1 << 30, total_bytes=1 << 34)
+            result = learner_pb2.StepResult(step_id=header.step_id, policy=policy(self.version), peaks=[peak])
+            yield learner_pb2.TrainStepResponse(result=result)
+            return
         yield learner_pb2.TrainStepResponse(progress=progress_pb2.Progress(phase="forward", done=0, of=len(rows)))
         if self.train_errors:
             raise self.train_errors.pop(0)
@@ -178,9 +194,64 @@ class SimulatedLearner(learner_pb2_grpc.LearnerServiceServicer, tenant_pb2_grpc.
             result=learner_pb2.ExportResult(path=request.path, policy=policy(self.version))
         )
 
+    async def Save(self, request: learner_pb2.SaveRequest, context: Any) -> AsyncIterator[learner_pb2.SaveResponse]:
+        yield learner_pb2.SaveResponse(progress=progress_pb2.Progress(phase="write", done=0, of=1))
+        self.on_save(request)
+        await asyncio.sleep(self.save_delay_seconds)
+        if self.save_errors:
+            raise self.save_errors.pop(0)
+        if request.policy_version != self.version:
+            raise Conflict(f"save version {request.policy_version}: the policy is at {self.version}")
+        digests = {step: digest.hex() for step, digest in self._digests.items()}
+        text = json.dumps({"version": self.version, "digests": digests})
+        await asyncio.to_thread(_write_checkpoint, Path(request.path), text)
+        self.saved.append(request.path)
+        result = learner_pb2.SaveResult(path=request.path, policy=policy(self.version), digest=_sha256(text), bytes=9)
+        for older in request.delete_paths:
+            if await asyncio.to_thread(_delete_checkpoint, Path(older)):
+                result.deleted_paths.append(older)
+        yield learner_pb2.SaveResponse(result=result)
+
+    async def Load(self, request: learner_pb2.LoadRequest, context: Any) -> AsyncIterator[learner_pb2.LoadResponse]:
+        yield learner_pb2.LoadResponse(progress=progress_pb2.Progress(phase="verify", done=0, of=1))
+        if self.load_errors:
+            raise self.load_errors.pop(0)
+        try:
+            text = await asyncio.to_thread((Path(request.path) / "manifest.json").read_text)
+        except OSError:
+            raise NotFound(f"checkpoint {request.path}: there is no manifest.json") from None
+        if request.digest and request.digest != _sha256(text):
+            raise Conflict(f"load {request.path}: it is another checkpoint than the one that was meant")
+        tree = json.loads(text)
+        self.version = tree["version"]
+        self._digests = {int(step): bytes.fromhex(digest) for step, digest in tree["digests"].items()}
+        self.loaded.append(request.path)
+        result = learner_pb2.LoadResult(path=request.path, policy=policy(self.version), next_step_id=self.version + 1)
+        for name in ("weights", "optimizer", "schedule", "random numbers", "answers"):
+            result.parts.add(name=name, restored=True)
+        yield learner_pb2.LoadResponse(result=result)
+
 
 def _write_folder(path: Path) -> None:
     if path.exists():
         raise InvalidRequest(f"{path} exists")
     path.mkdir()
     (path / "config.json").write_text("{}")
+
+
+def _write_checkpoint(path: Path, text: str) -> None:
+    if path.exists():
+        raise InvalidRequest(f"save to {path}: it exists")
+    path.mkdir()
+    (path / "manifest.json").write_text(text)
+
+
+def _delete_checkpoint(path: Path) -> bool:
+    if not (path / "manifest.json").exists():
+        return False
+    shutil.rmtree(path)
+    return True
+
+
+def _sha256(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

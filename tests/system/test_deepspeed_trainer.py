@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -14,117 +12,17 @@ import transformers
 from antiphon.learner.v1 import learner_pb2
 from antiphon.types.v1 import transfer_pb2
 
-from services.common.config import ProcessConfig, dump, parse
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.weights.receiver import Receiver
 from services.learner.batching import Layout, Row, plan_micro_batches
-from services.learner.config import LearnerConfig
-from services.learner.learner import Learner
-from services.learner.process import rank_environment
-from services.learner.ranks import RankProcesses, rank_command_line
-from tests.tiny.models import make_tiny_model
-from tests.unit.learner.batches import make_batch, make_header
-from tests.unit.learner.guards import open_guard
+from services.learner.ranks import RankProcesses
+from tests.system.learner_group import TEMPERATURE, Group, assert_same_gradients
+from tests.unit.learner.batches import make_batch
 from tests.unit.learner.plain_policy import PlainTrainer, token_logprobs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
-TEMPERATURE = 0.7
 RATE = 0.01
-START_SECONDS = 120.0
-WORK_SECONDS = 60.0
-
-
-class Group:
-    """Ranks of one model, the learner over them, and the same model in plain transformers."""
-
-    def __init__(self, folder: Path, *, ranks: int, tied: bool, dtype: str = "float32") -> None:
-        self.folder = folder
-        self.model_folder = make_tiny_model(folder / "model", seed=ranks, tied=tied)
-        self.plain = transformers.AutoModelForCausalLM.from_pretrained(self.model_folder, dtype=torch.float32).eval()
-        self.cuts: dict[str, dict] = {}
-        service = {"run_id": "test", "worker_id": "learner", "run_dir": str(folder), "nats_url": "none"}
-        model = {"path": str(self.model_folder), "dtype": dtype}
-        settings = {"ranks": ranks, "micro_batch_tokens": 64, "optimizer": {"learning_rate": 0.0}}
-        tree = {"service": service, "model": model, "settings": settings}
-        (folder / "process.yaml").write_text(dump(parse(ProcessConfig[LearnerConfig], tree, "test")))
-        self.cut({})
-        self.ranks = RankProcesses(
-            ranks,
-            rank_command_line(folder / "process.yaml", ranks, "tests.unit.learner.capturing_rank"),
-            folder / "logs",
-            "learner",
-            environment={**rank_environment(1), "CAPTURE": str(folder)},
-            start_seconds=START_SECONDS,
-            silence_seconds=WORK_SECONDS,
-        )
-        self.learner = Learner(self.ranks, open_guard())
-
-    def cut(self, cuts: dict) -> int:
-        """Says how the next Step is to be cut; answers its id."""
-        step_id = self.learner.policy.version + 1 if hasattr(self, "learner") else 0
-        self.cuts[str(step_id)] = cuts
-        (self.folder / "cuts.json").write_text(json.dumps(self.cuts))
-        return step_id
-
-    async def step(self, batch, *, plan=None, cuts=None) -> learner_pb2.StepResult:
-        header = make_header(self.cut(cuts or {}), batch, plan, TEMPERATURE)
-        operation = await self.learner.train_step(header, batch)
-        return await asyncio.wait_for(operation.result(), WORK_SECONDS)
-
-    def gradients(self, update: int = 1) -> dict[str, torch.Tensor]:
-        """The whole gradient of an Update of the last Step."""
-        found: dict[str, torch.Tensor] = torch.load(
-            self.folder / f"gradients-{self.learner.policy.version}-{update}.pt", weights_only=True
-        )
-        return found
-
-    async def weights(self, name: str) -> tuple[Path, dict[str, torch.Tensor]]:
-        """Exports, and reads the folder back with plain transformers."""
-        path = self.folder / name
-        operation = self.learner.export(learner_pb2.ExportRequest(request_id=name, path=str(path)))
-        await asyncio.wait_for(operation.result(), WORK_SECONDS)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-        return path, dict(loaded.state_dict())
-
-    async def logprobs(self, rows: list[list[int]], temperature: float) -> list[list[float]]:
-        sequences = [learner_pb2.Sequence(id=str(i), token_ids=row) for i, row in enumerate(rows)]
-        answer = self.learner.forward(learner_pb2.ForwardHeader(temperature=temperature), sequences)
-        return [list(r.logprobs) for r in await asyncio.wait_for(answer, WORK_SECONDS)]
-
-    async def received(self, epoch: int, receivers: int = 1):
-        """Publishes to receivers in this process: the result, and what each received."""
-        request = learner_pb2.JoinTransferRequest(
-            epoch=epoch,
-            transport=transfer_pb2.TRANSPORT_GLOO,
-            receiver_ranks=receivers,
-            bucket_bytes=100_000,
-            deadline_seconds=WORK_SECONDS,
-        )
-        manifest = await self.learner.join_transfer(request)
-        ends = await asyncio.gather(
-            *(asyncio.to_thread(Receiver, manifest, r, deadline_seconds=WORK_SECONDS) for r in range(receivers))
-        )
-        publication = self.learner.publish(
-            learner_pb2.PublishRequest(
-                request_id=f"publish-{epoch}",
-                epoch=epoch,
-                policy_version=self.learner.policy.version,
-                deadline_seconds=WORK_SECONDS,
-            )
-        )
-
-        def receive(end: Receiver) -> dict[str, torch.Tensor]:
-            buckets = end.receive(deadline_seconds=WORK_SECONDS)
-            return {spec.name: tensor.clone() for bucket in buckets for spec, tensor in bucket}
-
-        tensors = await asyncio.gather(*(asyncio.to_thread(receive, end) for end in ends))
-        result = await asyncio.wait_for(publication.result(), WORK_SECONDS)
-        digests = {end.digest for end in ends}
-        for end in ends:
-            end.close()
-        assert digests == {result.policy.digest}
-        return manifest, result, tensors
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -145,15 +43,6 @@ async def groups(tmp_path_factory):
 @pytest.fixture(params=["one", "two"])
 def group(request, groups) -> Group:
     return groups[request.param]
-
-
-def assert_same_gradients(found, expected) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = gradient.abs().max().item()
-        assert scale > 0, name
-        worst = (found[name].double() - gradient).abs().max().item()
-        assert worst <= 2e-5 * scale + 1e-9, f"{name}: {worst} of {scale}"
 
 
 async def test_gradient_is_that_of_plain_torch_however_the_batch_is_cut(group):
@@ -376,6 +265,85 @@ async def test_three_updates_without_a_finite_gradient_end_it_and_change_nothing
     assert group.learner.policy.version == version + 2
     _, after = await group.weights("still-finite")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+TWO_UPDATES = [[0, 1, 2, 3], [6, 5, 4]]
+
+
+@pytest.mark.parametrize("name", ["one", "two", "half"])
+async def test_a_checkpoint_holds_all_that_training_goes_on_from(groups, name):
+    """Back to it and on again: the same metrics, weights, masters, moments and random numbers, bit by bit."""
+    group = groups[name]
+    batches = [make_batch(group.plain.config.vocab_size, seed=seed) for seed in (21, 22)]
+
+    async def train() -> list[list[learner_pb2.UpdateMetrics]]:
+        results = [await group.step(batch, plan=TWO_UPDATES, cuts={"learning_rate": RATE}) for batch in batches]
+        return [list(result.updates) for result in results]
+
+    path, manifest = await group.save("ck-start")
+    assert (await group.save("ck-again"))[1].files == manifest.files  # saving changes nothing
+    metrics = await train()
+    _, first = await group.save("ck-first")
+    loaded = await group.load(path, "back")
+    assert loaded.policy == manifest.policy and loaded.next_step_id == manifest.policy.version + 1
+    assert all(part.restored for part in loaded.parts)
+    assert (await group.save("ck-back"))[1].files == manifest.files
+    assert await train() == metrics
+    _, second = await group.save("ck-second")
+    assert second.files == first.files and second.policy == first.policy and second.position == first.position
+    assert first.files != manifest.files and first.policy.digest != manifest.policy.digest
+    assert first.position.updates == manifest.position.updates + 4
+    assert len(first.files) == first.ranks == group.ranks.count
+    if name != "two":  # weights of two ranks were put together above
+        _, published, _ = await group.received(epoch=9)
+        assert published.policy == second.policy
+
+
+async def test_a_dry_run_changes_nothing_and_tells_what_it_held(group):
+    batch = make_batch(group.plain.config.vocab_size, seed=23)
+    path, before = await group.save("ck-dry")
+    tried = await group.step(batch, plan=TWO_UPDATES, cuts={"learning_rate": RATE, "token_budget": 1}, dry_run=True)
+    assert group.learner.policy.version == before.policy.version
+    assert [(peak.rank, peak.device) for peak in tried.peaks] == [(rank, "host") for rank in range(group.ranks.count)]
+    assert all(100_000_000 < peak.bytes < peak.total_bytes for peak in tried.peaks)
+    _, after = await group.save("ck-dried")
+    assert after.files == before.files and after.policy == before.policy and after.position == before.position
+    with_it = await group.step(batch, plan=TWO_UPDATES, cuts={"learning_rate": RATE})
+    await group.load(path, "undo the dry run")
+    assert (await group.step(batch, plan=TWO_UPDATES, cuts={"learning_rate": RATE})).updates == with_it.updates
+
+
+async def test_what_is_to_be_new_is_new(groups):
+    group = groups["one"]
+    batch = make_batch(group.plain.config.vocab_size, seed=24)
+    await group.step(batch, cuts={"learning_rate": RATE})
+    path, saved = await group.save("ck-flags")
+    assert saved.position.optimizer_updates > 0 and saved.position.updates >= saved.position.optimizer_updates
+    loaded = await group.load(path, "no moments", fresh_optimizer=True)
+    assert [part.name for part in loaded.parts if not part.restored] == ["optimizer"]
+    fresh = (await group.save("ck-no-moments"))[1]
+    assert (fresh.position.optimizer_updates, fresh.position.updates) == (0, saved.position.updates)
+    assert fresh.policy == saved.policy
+    # AdamW's first Update moves every weight that has a gradient by the rate, whatever the gradient's size.
+    _, before = await group.weights("before-fresh")
+    await group.step(batch, cuts={"learning_rate": RATE})
+    _, after = await group.weights("after-fresh")
+    moved = (after["model.norm.weight"] - before["model.norm.weight"]).abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, RATE), rtol=1e-3, atol=0.0)
+    await group.load(path, "new schedule", fresh_schedule=True)
+    again = (await group.save("ck-new-schedule"))[1]
+    assert (again.position.optimizer_updates, again.position.updates) == (saved.position.optimizer_updates, 0)
+    await group.load(path, "all of it")
+
+
+async def test_a_checkpoint_of_another_model_is_refused_with_what_differs(groups):
+    path, _ = await groups["one"].save("ck-foreign")
+    version = groups["two"].learner.policy.version
+    with pytest.raises(InvalidRequest, match=r"of another model: lm_head.weight: not there in the checkpoint, \(\d+, "):
+        await groups["two"].load(path, "foreign")
+    with pytest.raises(InvalidRequest, match=r"of another model: its dtype is float32, this learner's bfloat16"):
+        await groups["half"].load(path, "foreign")
+    assert groups["two"].learner.policy.version == version and not groups["two"].ranks.is_lost
 
 
 async def test_a_rank_killed_in_the_middle_of_a_step(groups):

@@ -1,11 +1,13 @@
 """A real rank for tests, `python -m tests.unit.learner.capturing_rank`: cuts Steps as told, keeps their gradients.
 
 The environment variable CAPTURE names a folder; `cuts.json` in it says per step id: token_budget, layout,
-learning_rate, and killed_rank, which gets SIGKILL in the middle of the Step.
+learning_rate, and killed_rank, which gets SIGKILL in the middle of the Step. With ONE_LINE in the environment rows lie
+in one line, as on a GPU, and plain torch attends over them.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -19,9 +21,15 @@ def make_capturing_trainer(process, placement):
     import torch
     from deepspeed.utils import safe_get_full_grad
 
+    from services.learner import deepspeed_trainer
     from services.learner.batching import Layout
     from services.learner.deepspeed_trainer import DeepSpeedTrainer
 
+    if "ONE_LINE" in os.environ:
+        from tests.unit.learner.cpu_varlen import cpu_kernel
+
+        load = functools.partial(deepspeed_trainer.load_policy_model, kernel=cpu_kernel)
+        deepspeed_trainer.load_policy_model = load
     folder = Path(os.environ["CAPTURE"])
 
     class CapturingTrainer(DeepSpeedTrainer):

@@ -9,12 +9,14 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from antiphon.learner.v1 import learner_pb2, ranks_pb2
 from antiphon.tenant.v1 import tenant_pb2
 from antiphon.types.v1 import chat_pb2, transfer_pb2
 
 from services.common.errors import InvalidRequest, Overloaded, Unavailable
+from services.learner import checkpoint
 from services.learner.rank_main import main
 
 HANG_SECONDS = 60.0
@@ -77,6 +79,23 @@ class FakeTrainer:
 
     def publish(self, request, report):
         return learner_pb2.PublishResult() if self._rank == 0 else None
+
+    def save(self, work, report):
+        """Goes on when the file `hold` beside the checkpoint is gone."""
+        folder = Path(work.folder)
+        report("write", 0, 1)
+        while (folder.parent / "hold").exists():
+            time.sleep(0.01)
+        path = folder / f"rank{self._rank}"
+        path.write_text("slices")
+        return ranks_pb2.RankSaved(files=[checkpoint.described(path, self._rank)])
+
+    def check_load(self, work, report):
+        if self._rank == 1 and work.folder == "/torn":
+            raise InvalidRequest("rank 1: torn")
+
+    def load(self, work, report):
+        return ranks_pb2.RankLoaded(digest=self._rank + 1)
 
     def sleep(self, tags):
         change = ranks_pb2.RankMemoryChange(tag_bytes=10 + self._rank)

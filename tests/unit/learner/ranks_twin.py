@@ -1,19 +1,23 @@
 """Ranks in memory, deterministic, without a model: what the learner's contract is tested against.
 
-A token's log-prob is −(token mod 7) / temperature; a Step adds 1 to `applied`. `hold` names commands that wait for
-`release`; `errors` names commands that fail, once, with the error given.
+A token's log-prob is −(token mod 7) / temperature; a Step adds 1 to `applied`. A checkpoint holds how many Steps that
+were, in a file for each rank. `hold` names commands that wait for `release`; `errors` names commands that fail, once,
+with the error given.
 """
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from antiphon.learner.v1 import learner_pb2, ranks_pb2
 from antiphon.types.v1 import chat_pb2, transfer_pb2
 
-from services.common.errors import AntiphonError, Unavailable
+from services.common.errors import AntiphonError, InvalidRequest, Unavailable
+from services.learner import checkpoint
 
 DIGEST_OF_VERSION_0 = 1000
+SHAPE = [4, 2]
 TOTAL_BYTES = 80 << 30
 
 
@@ -31,6 +35,9 @@ class RanksTwin:
         self.gpu_bytes: dict[int, int] = {}
         """What each memory tag holds on each rank's GPU; none without a GPU."""
         self.asleep: set[int] = set()
+        self.loaded_digest: int | None = None
+        """What the weights come to after a Load, in place of what was saved."""
+        self.loads: list[ranks_pb2.RankLoad] = []
         self.stuck_bytes = 0
         """What a Sleep does not give back."""
         self._release = asyncio.Event()
@@ -61,8 +68,8 @@ class RanksTwin:
         self.lost_because = why
         self.release()
 
-    async def run_all(self, command) -> list[ranks_pb2.RankReply]:
-        reply = await self.run(command)
+    async def run_all(self, command, report=None) -> list[ranks_pb2.RankReply]:
+        reply = await self.run(command, report)
         replies = []
         for rank in range(self.count):
             mine = ranks_pb2.RankReply()
@@ -71,6 +78,14 @@ class RanksTwin:
                 if self.gpu_bytes and part == reply.WhichOneof("part"):
                     device = mine.memory if part == "memory" else mine.memory_change.device
                     device.uuid = f"GPU-{rank}"
+            if mine.HasField("saved"):
+                del mine.saved.files[:]
+                mine.saved.files.extend(file for file in reply.saved.files if file.rank == rank)
+            if rank and (mine.HasField("saved") or mine.HasField("loaded")):
+                part = mine.saved if mine.HasField("saved") else mine.loaded
+                part.digest = 0
+            for peak in mine.step.peaks:
+                peak.rank = rank
             replies.append(mine)
         return replies
 
@@ -98,6 +113,9 @@ class RanksTwin:
         return reply
 
     def _train_step(self, work):
+        if work.header.dry_run:
+            peak = learner_pb2.MemoryPeak(device="host", bytes=5, total_bytes=7)
+            return ranks_pb2.RankReply(step=learner_pb2.StepResult(step_id=work.header.step_id, peaks=[peak]))
         self.applied.append(work.header.step_id)
         step = learner_pb2.StepResult(step_id=work.header.step_id, seconds=0.5)
         for update in work.header.updates:
@@ -123,11 +141,39 @@ class RanksTwin:
 
     def _publish(self, work):
         publish = learner_pb2.PublishResult(probe_token_ids=[1, 2], probe_logprobs=[-0.5], bytes=64, seconds=0.1)
-        publish.policy.digest = DIGEST_OF_VERSION_0 + len(self.applied)
+        publish.policy.digest = self._digest()
         return ranks_pb2.RankReply(publish=publish)
 
     def _export(self, work):
         return ranks_pb2.RankReply(export=learner_pb2.ExportResult(path=work.request.path))
+
+    def _save(self, work):
+        saved = ranks_pb2.RankSaved(digest=self._digest())
+        for rank in range(self.count):
+            path = Path(work.folder) / f"rank{rank}.bin"
+            path.write_bytes(bytes([len(self.applied)]) * 100)
+            saved.files.append(checkpoint.described(path, rank))
+        saved.manifest.role, saved.manifest.dtype, saved.manifest.ranks = "actor", "float32", self.count
+        saved.manifest.tensors.add(name="w", shape=SHAPE)
+        return ranks_pb2.RankReply(saved=saved)
+
+    def _check_load(self, work):
+        checkpoint.check_contents(Path(work.folder), work.manifest.files)
+        if list(work.manifest.tensors[0].shape) != SHAPE:
+            raise InvalidRequest(f"the checkpoint is of another model: w: {work.manifest.tensors[0].shape}")
+        return ranks_pb2.RankReply(done=ranks_pb2.RankDone())
+
+    def _load(self, work):
+        self.loads.append(work)
+        steps = (Path(work.folder) / "rank0.bin").read_bytes()[0]
+        self.applied = self.applied[:steps] if len(self.applied) >= steps else list(range(1, steps + 1))
+        loaded = ranks_pb2.RankLoaded(digest=self.loaded_digest or self._digest())
+        loaded.parts.add(name="optimizer", restored=not work.fresh_optimizer)
+        loaded.parts.add(name="schedule", restored=not work.fresh_schedule)
+        return ranks_pb2.RankReply(loaded=loaded)
+
+    def _digest(self):
+        return DIGEST_OF_VERSION_0 + len(self.applied)
 
     def _sleep(self, work):
         return self._moved(work.tags, self.asleep | set(work.tags), self.stuck_bytes)

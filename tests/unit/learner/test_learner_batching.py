@@ -52,6 +52,18 @@ def test_every_row_once_equal_counts_within_budget(count, ranks, budget, layout)
         assert all(any(micro_batches) for micro_batches in plan), "a rank is idle though there are rows for all"
 
 
+@pytest.mark.parametrize(("count", "ranks"), [(512, 6), (17, 2), (8, 16), (1, 4)])
+def test_sizes_that_do_not_divide_are_spread(count, ranks):
+    """Ranks without a row of their own take part with empty micro-batches; nobody gets a size of 0 to loop over."""
+    rows = ragged(count)
+    plan = plan_micro_batches(rows, ranks=ranks, token_budget=64, layout=Layout.PADDED)
+    assert sorted(members(plan)) == list(range(count))
+    assert len({len(micro_batches) for micro_batches in plan}) == 1 and len(plan[0]) >= 1
+    load = [sum(len(rows[row].token_ids) for row in members([part])) for part in plan]
+    longest = max(len(row.token_ids) for row in rows)
+    assert max(load) - min(load) <= longest
+
+
 def test_work_is_spread_evenly():
     rows = [Row(list(range(length)), [length - 1]) for length in (50, 50, 50, 50, 30, 30, 20, 20)]
     plan = plan_micro_batches(rows, ranks=2, token_budget=100, layout=Layout.PADDED)

@@ -22,6 +22,7 @@ from services.common.client import Peer
 from services.common.config import ProcessConfig, dump, parse
 from services.common.errors import Unavailable
 from services.common.processes import spawn
+from services.learner import checkpoint
 from services.learner.config import LearnerConfig
 from tests.unit.learner.test_learner_ranks import alive
 
@@ -133,6 +134,24 @@ async def test_sigterm_ends_process_and_ranks(running):
     assert await asyncio.wait_for(running.process.wait(), DEADLINE_SECONDS) == 0
     assert not any(alive(pid) for pid in pids)
     assert await running.registry.wait_for(lambda: running.announced() is None, DEADLINE_SECONDS)
+
+
+async def test_sigterm_in_the_middle_of_a_save_lets_it_come_to_its_end(running, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    stub = learner_pb2_grpc.LearnerServiceStub(running.peer.channel)
+    request = learner_pb2.SaveRequest(request_id="s", path=str(tmp_path / "ck"))
+    async for response in running.peer.stream(stub.Save, request, deadline_seconds=DEADLINE_SECONDS):
+        if response.progress.phase == "write":
+            break
+    running.process.send_signal(signal.SIGTERM)
+    await running.until_state(tenant_pb2.WORKER_STATE_STOPPING)
+    assert running.process.returncode is None and not (tmp_path / "ck").exists()
+    hold.unlink()
+    assert await asyncio.wait_for(running.process.wait(), DEADLINE_SECONDS) == 0
+    manifest, _ = checkpoint.read_manifest(tmp_path / "ck")
+    checkpoint.check_contents(tmp_path / "ck", manifest.files)
+    assert [file.name for file in manifest.files] == ["rank0", "rank1"]
 
 
 def test_the_parent_imports_no_heavy_library():

@@ -77,6 +77,11 @@ async def test_every_command_has_its_answer(ranks):
     assert (await ranks.run(ranks_pb2.RankCommand(train_step=step))).step.step_id == 4
     join = ranks_pb2.RankJoinTransfer(request=learner_pb2.JoinTransferRequest(epoch=2))
     assert (await ranks.run(ranks_pb2.RankCommand(join_transfer=join))).manifest.epoch == 2
+    load = ranks_pb2.RankCommand(load=ranks_pb2.RankLoad(folder="/x"))
+    assert [reply.loaded.digest for reply in await ranks.run_all(load)] == [1, 2]
+    torn = ranks_pb2.RankCommand(check_load=ranks_pb2.RankCheckLoad(folder="/torn"))
+    with pytest.raises(InvalidRequest, match="rank 1: torn"):
+        await ranks.run_all(torn)
     publish = ranks_pb2.RankPublish(request=learner_pb2.PublishRequest())
     assert (await ranks.run(ranks_pb2.RankCommand(publish=publish))).HasField("publish")
 
