@@ -29,7 +29,6 @@ from services.learner.process import rank_environment
 from services.learner.ranks import RankProcesses, rank_command_line
 from tests.system.test_learner_memory import check, run_ranks
 from tests.tiny.models import make_tiny_model
-from tests.unit.learner import kernel_checks
 from tests.unit.learner.batches import make_batch, make_header
 from tests.unit.learner.guards import open_guard
 from tests.unit.learner.plain_policy import token_logprobs
@@ -43,7 +42,14 @@ SECONDS = 120.0
 # Kernels, against torch's own operations
 
 
-def test_head_kernels():
+@pytest.fixture
+def kernel_checks():
+    from tests.unit.learner import kernel_checks  # needs triton, which comes with torch for GPUs
+
+    return kernel_checks
+
+
+def test_head_kernels(kernel_checks):
     kernel_checks.check_head("cuda", tokens=700, hidden_size=64, vocabulary=30_011)
 
 
@@ -74,11 +80,11 @@ def test_the_heads_memory_grows_with_its_chunk_and_not_with_tokens_times_vocabul
         assert torch.cuda.max_memory_allocated() - before < 1.5 * 2 * logprob_head.KERNEL_CHUNK_LOGITS
 
 
-def test_silu_product():
+def test_silu_product(kernel_checks):
     kernel_checks.check_silu_product("cuda", count=10_007)
 
 
-def test_rotation():
+def test_rotation(kernel_checks):
     kernel_checks.check_rotation("cuda")
 
 
