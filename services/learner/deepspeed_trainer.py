@@ -24,6 +24,7 @@ from services.learner import exporting
 from services.learner.batching import Layout, Row, plan_micro_batches
 from services.learner.config import LearnerConfig
 from services.learner.device_memory import DeviceMemory
+from services.learner.dry_stepping import DryStepRunner
 from services.learner.memory_peak import MemoryWatch
 from services.learner.packing import pack
 from services.learner.policy_model import (
@@ -34,7 +35,7 @@ from services.learner.policy_model import (
 )
 from services.learner.publishing import WeightTransfer, probe_token_ids
 from services.learner.rank_checkpoint import RankCheckpoint
-from services.learner.step_runners import DryStepRunner, ResumableStepRunner
+from services.learner.stepping import StepRunner
 from services.learner.trainer import Report
 from services.learner.zero_engine import VERSION, gathered, join_distributed, make_zero_engine
 from services.learner.zero_state import ZeroState
@@ -72,7 +73,7 @@ class DeepSpeedTrainer:
         layout = layout_of(self._model, self._max_sequence_tokens)
         self._engine = make_zero_engine(policy, settings.optimizer, process.model.dtype, ranks, self._device)
         self._state = ZeroState(self._engine, self._model, rank)
-        self._steps = ResumableStepRunner(
+        self._steps = StepRunner(
             self._engine,
             settings.optimizer,
             rank=rank,

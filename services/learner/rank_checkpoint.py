@@ -15,7 +15,7 @@ from services.common.weights.digest import RunningDigest
 from services.learner import checkpoint
 from services.learner.checkpoint_slices import SavedSlices, write_slices
 from services.learner.config import LearnerConfig
-from services.learner.step_runners import ResumableStepRunner
+from services.learner.stepping import StepRunner
 from services.learner.trainer import Report
 from services.learner.zero_engine import VERSION
 from services.learner.zero_state import MASTER, ZeroState
@@ -31,7 +31,7 @@ class RankCheckpoint:
         self,
         process: ProcessConfig[LearnerConfig],
         state: ZeroState,
-        steps: ResumableStepRunner,
+        steps: StepRunner,
         *,
         rank: int,
         ranks: int,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from antiphon.learner.v1 import learner_pb2
+from antiphon.learner.v1 import checkpoint_pb2, learner_pb2
 
 from services.common.errors import InvalidRequest
 from services.learner.batching import Layout, MicroBatch, plan_micro_batches
@@ -62,6 +62,16 @@ class StepRunner:
         self._skipped_ids: list[list[str]] = []
         self._longest: tuple[int, int] | None = None
         """Tokens and number of the longest row of the micro-batch under way."""
+
+    def position(self) -> checkpoint_pb2.TrainingPosition:
+        """Where the schedule stands, and which of the newest Updates were skipped: a checkpoint keeps it."""
+        skipped = [checkpoint_pb2.SkippedUpdate(trajectory_ids=ids) for ids in self._skipped_ids]
+        return checkpoint_pb2.TrainingPosition(updates=self._updates_done, skipped=skipped)
+
+    def restore(self, position: checkpoint_pb2.TrainingPosition) -> None:
+        """Goes on from there."""
+        self._updates_done = position.updates
+        self._skipped_ids = [list(skipped.trajectory_ids) for skipped in position.skipped]
 
     def run(
         self,

@@ -30,7 +30,7 @@ NAMED_FOR_IT = (
     "services.learner.fused_layers",
     "services.learner.head_kernels",
     "services.learner.layer_kernels",
-    "services.learner.step_runners",
+    "services.learner.dry_stepping",
     "services.learner.step_tokens",
     "services.learner.varlen_attention",
     "services.learner.checkpoint_slices",

@@ -1,28 +1,15 @@
-"""The two ways in which a trainer runs Steps: with a place in the run that a checkpoint keeps, and without effect."""
+"""Steps without effect: what does not fit shows before it can cost anything."""
 
 from __future__ import annotations
 
 import torch
-from antiphon.learner.v1 import checkpoint_pb2
 
 from services.learner.step_tokens import StepTokens
 from services.learner.stepping import StepRunner
 
 
-class ResumableStepRunner(StepRunner):
-    """Knows where the schedule stands and which of the newest Updates were skipped, and goes on from there."""
-
-    def position(self) -> checkpoint_pb2.TrainingPosition:
-        skipped = [checkpoint_pb2.SkippedUpdate(trajectory_ids=ids) for ids in self._skipped_ids]
-        return checkpoint_pb2.TrainingPosition(updates=self._updates_done, skipped=skipped)
-
-    def restore(self, position: checkpoint_pb2.TrainingPosition) -> None:
-        self._updates_done = position.updates
-        self._skipped_ids = [list(skipped.trajectory_ids) for skipped in position.skipped]
-
-
 class DryStepRunner(StepRunner):
-    """Computes every Update of a Step and applies none: what does not fit shows before it can cost anything.
+    """Computes every Update of a Step and applies none.
 
     Forward, backward and the sums of gradients are those of a real Step; weights, moments and schedule stay as they
     are. The memory that an Update takes for a moment, the float32 gradient of a group, is taken and given back.
