@@ -128,7 +128,7 @@ def _section(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 def problems(recipe: Recipe) -> list[str]:
     """What does not fit together, each with what to do; empty when the run may start. Reads small files only."""
-    checks = (_missing_files, _data, _model_folder, _lengths, _gpus, _scorer, _nats, _run_folder)
+    checks = (_missing_files, _data, _model_folders, _lengths, _gpus, _scorer, _nats, _run_folder)
     return [problem for check in checks for problem in check(recipe)]
 
 
@@ -169,14 +169,13 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig]]:
             yield f"coordinator.{section}" + (f".sources.{number}" if several else ""), source
 
 
-def _model_folder(recipe: Recipe) -> list[str]:
+def _model_folders(recipe: Recipe) -> list[str]:
+    """That of the run, and that of a reference model of its own."""
     folder = Path(recipe.model.path)
-    if not folder.is_dir():
-        return [f"model.path: no such folder: {folder}"]
-    needed = ("config.json", "tokenizer.json")
-    found = [f"model.path: {folder} has no {name}" for name in needed if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")):
-        found.append(f"model.path: {folder} has no *.safetensors")
+    found = _no_model("model.path", folder)
+    reference = recipe.reward.reference
+    if reference is not None and reference.path is not None:
+        found += _no_model("reward.reference.path", Path(reference.path))
     try:
         shape = json.loads((folder / "config.json").read_text())
         limit = shape.get("max_position_embeddings") if isinstance(shape, dict) else None
@@ -187,6 +186,17 @@ def _model_folder(recipe: Recipe) -> list[str]:
             f"rollout.max_sequence_tokens: {recipe.rollout.max_sequence_tokens} is more than the model's "
             f"max_position_embeddings, {limit}; at most {limit}"
         )
+    return found
+
+
+def _no_model(key: str, folder: Path) -> list[str]:
+    """What a Hugging Face folder lacks."""
+    if not folder.is_dir():
+        return [f"{key}: no such folder: {folder}"]
+    needed = ("config.json", "tokenizer.json")
+    found = [f"{key}: {folder} has no {name}" for name in needed if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        found.append(f"{key}: {folder} has no *.safetensors")
     return found
 
 

@@ -136,6 +136,8 @@ def test_what_does_not_parse_is_named(folder: Path, assignment: str, message: st
         (["reward.scorers.0.path=train.jsonl", "model.path=model"], None),  # a JSON object is Python too
         (["model.path=nowhere"], "model.path: no such folder"),
         (["model.path=."], "has no tokenizer.json"),
+        (["reward.reference.path=nowhere"], "reward.reference.path: no such folder"),
+        (["reward.reference.path=."], "reward.reference.path: "),
         (["rollout.max_sequence_tokens=4096"], "max_position_embeddings, 2048; at most 2048"),
         (
             ["rollout.max_sequence_tokens=120"],
