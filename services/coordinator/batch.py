@@ -67,17 +67,22 @@ def build_batch(
     header = learner_pb2.StepHeader(
         step_id=step,
         batch_digest=digest_messages(rows),
-        policy=learner_pb2.PolicyObjective(
-            loss=_LOSSES[algorithm.loss.type],
-            clip_low=algorithm.loss.clip_low,
-            clip_high=algorithm.loss.clip_high,
-            aggregation=_AGGREGATIONS[algorithm.loss.aggregation],
-            temperature=temperature,
-        ),
+        policy=objective(algorithm, temperature),
         updates=plan_updates(rows, epochs=algorithm.epochs, mini_batches=algorithm.mini_batches, seed=seed, step=step),
         trajectory_count=len(rows),
     )
     return Batch(header, rows, advantages, scored - len(rewards), without_signal)
+
+
+def objective(algorithm: AlgorithmConfig, temperature: float) -> learner_pb2.PolicyObjective:
+    """What the learner minimises; the temperature is that of the sampling."""
+    return learner_pb2.PolicyObjective(
+        loss=_LOSSES[algorithm.loss.type],
+        clip_low=algorithm.loss.clip_low,
+        clip_high=algorithm.loss.clip_high,
+        aggregation=_AGGREGATIONS[algorithm.loss.aggregation],
+        temperature=temperature,
+    )
 
 
 def plan_updates(

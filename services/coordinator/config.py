@@ -315,6 +315,9 @@ class CoordinatorConfig(Config):
     evaluation: EvaluationConfig | None = None
     publication: PublicationConfig = PublicationConfig()
     self_check: SelfCheckConfig = SelfCheckConfig()
+    warm_up: bool = Field(
+        default=True, description="before the first Step, one without effect on the longest rows that may come up"
+    )
     export: bool = Field(default=True, description="write the last policy as a Hugging Face folder at the end")
     rollout_workers: int = Field(default=1, ge=1, description="engines waited for at start")
     reward_workers: int = Field(default=1, ge=1)

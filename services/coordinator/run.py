@@ -41,6 +41,7 @@ from services.coordinator.schedule import SCHEDULES
 from services.coordinator.scoring import Scorer
 from services.coordinator.text import Text
 from services.coordinator.waits import Stopped, StopSignal, cancelled, within
+from services.coordinator.warm_up import longest_batch, told
 from services.coordinator.workers import LEARNER, REWARD, ROLLOUT, Workers
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class Run:
         )
         order = Order(*inputs.training, seed=self._service.seed, shuffle=self._config.data.shuffle)
         await interrupting(self._check(workers, inputs.text, order, sampler))
+        await interrupting(self._warm_up(workers.learner(), inputs))
         self._metrics = MetricsFile(self._service.run_dir / "metrics.jsonl")
         evaluations = self._make_evaluations(sampler, scorer, inputs)
         if self._config.evaluation and self._config.evaluation.at_start:
@@ -230,6 +232,20 @@ class Run:
             f"self-check: {compared} conversations encoded alike; over {agreement.tokens} tokens mean |log-prob "
             f"difference| {agreement.difference:.2g}, mean ratio {agreement.ratio:.4f}",
         )
+
+    async def _warm_up(self, learner: LearnerClient, inputs: Inputs) -> None:
+        if not self._config.warm_up:
+            return
+        seconds = self._config.check_seconds
+        what = f"{learner.worker_id} to try a Step without effect on the longest rows"
+        self.events.enter(events_pb2.RUN_PHASE_CHECK, 0, f"{what}, {seconds:.0f} s at most")
+        step = self._policy.version + 1
+        header, rows = longest_batch(inputs.training, self._config, step=step, seed=self._service.seed)
+        async with within(seconds, what):
+            result = await learner.train_step(
+                header, rows, seconds, lambda p: self.events.progress(p.done, p.of, p.phase)
+            )
+        self.events.notice("info", told(result, len(rows[0].token_ids)))
 
     # Evaluation and export
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from services.learner.step_tokens import StepTokens
-from services.learner.stepping import StepRunner
+from services.learner.stepping import Plan, StepRunner
 
 
 class DryStepRunner(StepRunner):
-    """Computes every Update of a Step and applies none.
+    """Computes the largest micro-batch of each Update of a Step, and applies none: the others take no more memory.
 
     Forward, backward and the sums of gradients are those of a real Step; weights, moments and schedule stay as they
     are. The memory that an Update takes for a moment, the float32 gradient of a group, is taken and given back.
     """
+
+    def _planned(self, tokens: StepTokens, trajectory_ids: Sequence[str]) -> Plan:
+        members, micro_batches = super()._planned(tokens, trajectory_ids)
+        # Each rank computes one, as ZeRO-3 wants it.
+        return members, [max(micro_batches, key=lambda lines: sum(line.length for line in lines))]
 
     def _optimizer_step(self, rate: float) -> tuple[bool, float]:
         zero = self._engine.optimizer

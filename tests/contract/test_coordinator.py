@@ -122,8 +122,26 @@ async def test_a_run_of_three_steps(setup: Setup) -> None:
 
     assert (outcome.exit_code, outcome.ended.outcome) == (0, "finished"), outcome.ended.reason
     step = ["generate", "score", "train", "publish"]
-    assert outcome.phases == ["start", "start", "publish", "check", "evaluate", *step * STEPS, "evaluate", "export"]
+    assert outcome.phases == [
+        "start",
+        "start",
+        "publish",
+        "check",
+        "check",
+        "evaluate",
+        *step * STEPS,
+        "evaluate",
+        "export",
+    ]
     assert [event.sequence for event in outcome.events] == list(range(len(outcome.events)))
+    # Before anything was sampled, a Step without effect on rows as long as they may get.
+    ((warm_up, rows),) = setup.learner.dry_runs
+    assert warm_up.step_id == 1 and len(warm_up.updates) == 1 and len(rows) == warm_up.trajectory_count
+    longest = max(len(row.token_ids) for _, batch in setup.learner.batches for row in batch)
+    assert {len(row.token_ids) >= longest for row in rows} == {True}
+    assert len({tuple(row.token_ids) for row in rows}) > 1
+    told = [e.notice.message for e in outcome.events if e.WhichOneof("event") == "notice"]
+    assert any("warm-up with rows of" in message and "rank 0 1.00 of 16.00 GiB" in message for message in told)
     # The Batch, with its digest and rows, was durable when the learner began its Step.
     headers = [header for header, _ in setup.learner.batches]
     assert [step for step, _, _ in ledger_at_train] == [1, 2, 3]
