@@ -24,6 +24,21 @@ class RolloutConfig(Config):
     max_outstanding: int = pydantic.Field(
         8192, ge=1, description="trajectories asked for and not finished, held ones included; more is Overloaded"
     )
+    hold_trajectories: int = pydantic.Field(
+        65536, ge=1, description="trajectories being sampled, or finished and not acknowledged; more is Overloaded"
+    )
+    hold_mib: int = pydantic.Field(
+        1024,
+        ge=1,
+        description="memory of those, MiB: nine bytes a token, and what is asked for counts as if it were "
+        "sampled to its limit",
+    )
+    hold_seconds: float = pydantic.Field(
+        3600.0,
+        gt=0,
+        description="a call whose finished trajectories nobody asked for again or acknowledged for so "
+        "long is forgotten",
+    )
     kv_cache_gib: float = pydantic.Field(1.0, gt=0, description="memory for keys and values, GiB, of each GPU")
     prefix_cache: bool = pydantic.Field(True, description="siblings share the keys and values of their prompt")
     tensor_parallel: int = pydantic.Field(1, ge=1, description="GPUs that share the model")
