@@ -17,6 +17,12 @@ HEAVY = ("torch", "vllm", "deepspeed", "transformers", "ray", "datasets")
 # Named for a heavy library, or for the model work that they do with one. Everything else must load without any.
 NAMED_FOR_IT = (
     "services.common.weights",
+    "services.rollout.receiving",
+    "services.rollout.sampling",
+    "services.rollout.transformers_cache",
+    "services.rollout.transformers_decoding",
+    "services.rollout.transformers_model",
+    "services.rollout.transformers_worker",
     "services.rollout.vllm_copies",
     "services.rollout.vllm_in_place",
     "services.rollout.vllm_memory",
