@@ -13,11 +13,11 @@ from services.common.worker import Worker, main
 from services.rollout import service
 from services.rollout.config import RolloutConfig
 from services.rollout.rollout import Rollout
-from services.rollout.vllm_engine import VllmEngine
+from services.rollout.start import start_engine
 
 
 async def build(process: ProcessConfig[RolloutConfig]) -> Worker:
-    rollout = Rollout(process, VllmEngine.start)
+    rollout = Rollout(process, start_engine)
     worker = Worker(
         process.service,
         events_pb2.WORKER_KIND_ROLLOUT,

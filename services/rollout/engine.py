@@ -52,6 +52,8 @@ class SampleRequest:
     stop_token_ids: Sequence[int]
     policy_version: int
     """The committed version; keys and values cached under another one are not used."""
+    stop_strings: Sequence[str] = ()
+    """Searched in the text of the sampled tokens, special tokens included; the token that completes one is the last."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Sample:
     finish_reason: Literal["stop", "length", "aborted"]
     spans: Sequence[Span]
     """Stamped by the engine when it sampled; they cover all of token_ids."""
+    stop_string: str = ""
+    """The stop string that ended it; empty when a token did, or anything else."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 
 from antiphon.types.v1.policy_pb2 import Policy
 
-from services.common.errors import Conflict, Expired, Overloaded
+from services.common.errors import Conflict, Expired, InvalidRequest, Overloaded
+from services.rollout.holding import RETRY_AFTER_SECONDS
 from services.rollout.states import READY, UPDATING, Life
-
-RETRY_AFTER_SECONDS = 1.0
 
 
 class Gate:
@@ -29,10 +28,16 @@ class Gate:
     def reserve(self, count: int) -> None:
         """Takes room for `count` trajectories; give it back with `release`.
 
-        Raises Unavailable in a state that refuses work, Overloaded when there is no room.
+        Raises Unavailable in a state that refuses work, InvalidRequest for more than there ever is room for, Overloaded
+        when there is none now.
         """
         if self._life.state not in (READY, UPDATING):
             raise self._life.refusal()
+        if count > self._max_outstanding:
+            raise InvalidRequest(
+                f"{count} trajectories in one call; this worker takes {self._max_outstanding} at a time "
+                "(max_outstanding): ask for fewer"
+            )
         if self.outstanding + count > self._max_outstanding:
             raise Overloaded(
                 f"{self.outstanding} trajectories are asked for; with {count} more they exceed {self._max_outstanding}",

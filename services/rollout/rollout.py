@@ -17,6 +17,7 @@ from services.rollout.config import RolloutConfig
 from services.rollout.engine import Engine, EngineDead
 from services.rollout.gate import Gate
 from services.rollout.generations import Generations
+from services.rollout.holding import Holding
 from services.rollout.sleeping import ALL_TAGS, Sleeping
 from services.rollout.states import FAILED, STALE, STARTING, STOPPING, Life
 from services.rollout.transfer_group import TransferGroup
@@ -63,7 +64,9 @@ class Rollout:
         if self.life.state != STARTING:  # stopped meanwhile
             await engine.close()
             return
-        self._generations = Generations(engine, self._gate, self._process.service.worker_id)
+        holding = Holding(self.settings.hold_trajectories, self.settings.hold_mib * 2**20)
+        worker_id = self._process.service.worker_id
+        self._generations = Generations(engine, self._gate, holding, worker_id, self.settings.hold_seconds)
         group = TransferGroup(engine)
         self._sleeping = Sleeping(engine, self.life, self._gate, group)
         self._updates = Updates(

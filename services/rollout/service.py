@@ -55,6 +55,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             async for trajectory in trajectories:
                 yield rollout_pb2.GenerateResponse(trajectory=trajectory)
 
+    async def Acknowledge(
+        self, request: rollout_pb2.AcknowledgeRequest, context: Context
+    ) -> rollout_pb2.AcknowledgeResponse:
+        validation.check_acknowledge(request)
+        return rollout_pb2.AcknowledgeResponse(forgotten=self._rollout.generations.acknowledge(request.calls))
+
     async def Abort(self, request: rollout_pb2.AbortRequest, context: Context) -> rollout_pb2.AbortResponse:
         aborted = await self._rollout.generations.abort(request.request_ids)
         return rollout_pb2.AbortResponse(aborted=aborted)

@@ -108,11 +108,11 @@ class Updates:
     async def join(self, manifest: TransferManifest, first_receiver_rank: int, *, deadline_seconds: float) -> Unmatched:
         """Makes the engine a member of the manifest's group, unless names do not match: then says which.
 
-        Raises Conflict for an older epoch, Unavailable when the others did not come. What the engine serves stays.
+        Raises Conflict for an older epoch or one too far ahead, Unavailable when the others did not come. What the
+        engine serves stays.
         """
         group = self._group
-        if manifest.epoch < group.epoch:
-            raise Conflict(f"JoinTransfer: epoch {manifest.epoch} is over; this worker is in epoch {group.epoch}")
+        group.require_follows(manifest.epoch)
         unmatched = await self._engine.unmatched(manifest)
         if unmatched:
             return unmatched

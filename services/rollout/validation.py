@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from antiphon.rollout.v1 import rollout_pb2
 
@@ -12,6 +12,9 @@ from services.rollout.engine import EngineInfo
 
 MOST_SAMPLES = 1024  # of one call
 MOST_STOP_TOKENS = 1024  # every sample carries them, and the call is remembered
+MOST_STOP_STRINGS = 16
+LONGEST_STOP_STRING = 1000  # characters
+MOST_ACKNOWLEDGED = 65536  # calls named in one Acknowledge
 LONGEST_ID = 1000  # characters
 LAST_SAMPLE_NUMBER = 2**31 - 1  # int32 on the wire
 LONGEST_DEADLINE_SECONDS = 7 * 24 * 3600.0
@@ -40,6 +43,7 @@ def check_generate(request: rollout_pb2.GenerateRequest, info: EngineInfo) -> No
     if len(sampling.stop_token_ids) > MOST_STOP_TOKENS:
         problems.append(f"{len(sampling.stop_token_ids)} stop_token_ids; at most {MOST_STOP_TOKENS} are taken")
     problems.extend(_outside("stop_token_ids", sampling.stop_token_ids, info.vocabulary_size))
+    problems.extend(_bad_stop_strings(sampling.stop_strings))
     if sampling.max_tokens < 1:
         problems.append(f"max_tokens must be at least 1, it is {sampling.max_tokens}")
     elif prompt_tokens + sampling.max_tokens > info.max_sequence_tokens:
@@ -51,6 +55,14 @@ def check_generate(request: rollout_pb2.GenerateRequest, info: EngineInfo) -> No
     problems.extend(_bad_temperature(sampling.temperature, info))
     if problems:
         raise InvalidRequest(f"Generate {request.request_id[:LONGEST_ID] or '(no id)'}: " + "; ".join(problems))
+
+
+def check_acknowledge(request: rollout_pb2.AcknowledgeRequest) -> None:
+    """Raises InvalidRequest for more than one call can be about."""
+    if len(request.calls) > MOST_ACKNOWLEDGED:
+        raise InvalidRequest(
+            f"Acknowledge: {len(request.calls)} calls are named; at most {MOST_ACKNOWLEDGED} are taken"
+        )
 
 
 def check_begin_update(request: rollout_pb2.BeginUpdateRequest) -> None:
@@ -101,6 +113,16 @@ def _outside(field: str, token_ids: Iterable[int], vocabulary_size: int) -> list
     if not bad:
         return []
     return [f"{field}: {bad[:5]} not in the vocabulary of {vocabulary_size} ({len(bad)} such ids)"]
+
+
+def _bad_stop_strings(strings: Collection[str]) -> list[str]:
+    if len(strings) > MOST_STOP_STRINGS:
+        return [f"{len(strings)} stop_strings; at most {MOST_STOP_STRINGS} are taken"]
+    return [
+        f"stop_strings: {number} has {len(text)} characters; 1 to {LONGEST_STOP_STRING} are taken"
+        for number, text in enumerate(strings)
+        if not 1 <= len(text) <= LONGEST_STOP_STRING
+    ]
 
 
 def _bad_temperature(temperature: float, info: EngineInfo) -> list[str]:

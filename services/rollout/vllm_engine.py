@@ -90,6 +90,7 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        stop_strings = list(request.stop_strings)
         # Everything that decides the distribution is named; the rest of vLLM's defaults are neutral.
         parameters = SamplingParams(
             temperature=max(request.temperature, LOWEST_TEMPERATURE) if request.temperature > 0 else 0.0,
@@ -99,7 +100,11 @@ class VllmEngine:
             ignore_eos=True,  # only the stop tokens of the request count
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
-            detokenize=False,
+            stop=stop_strings,
+            detokenize=bool(stop_strings),
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
@@ -352,6 +357,7 @@ def _sample(output: RequestOutput, request_id: str) -> Sample:
         logprobs=_logprobs(rows, token_ids),
         finish_reason=reason,  # type: ignore[arg-type]
         spans=tuple(Span(span.start, span.end, int(span.version)) for span in completion.weight_versions or ()),
+        stop_string=completion.stop_reason if isinstance(completion.stop_reason, str) else "",
     )
 
 

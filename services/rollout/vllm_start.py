@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
 import math
 import os
 import struct
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from services.common.config import ProcessConfig
 from services.common.errors import AntiphonError, ConfigError, Unavailable
-from services.rollout.child import PARENT_VARIABLE
+from services.rollout.child import children_begin_here
 from services.rollout.config import RolloutConfig, environment
 from services.rollout.gpus import Gpu, engine_gpus
+from services.rollout.model_folder import max_sequence_tokens_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -71,20 +70,6 @@ async def start_llm(process: ProcessConfig[RolloutConfig]) -> AsyncLLM:
         raise
     except Exception as error:
         raise Unavailable(f"vLLM did not start with {process.model.path}: {error!r}") from error
-
-
-def max_sequence_tokens_of(model: Path, settings: RolloutConfig) -> int:
-    """The smaller of the setting and the model's own limit. Raises ConfigError for a folder that holds no model."""
-    try:
-        config = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {model} is no Hugging Face folder: config.json: {error}") from None
-    own = config.get("max_position_embeddings", settings.max_sequence_tokens)
-    if own < settings.max_sequence_tokens:
-        logger.warning(
-            "max_sequence_tokens: %d, the model's own limit, instead of %d", own, settings.max_sequence_tokens
-        )
-    return min(int(own), settings.max_sequence_tokens)
 
 
 def require_safe(environment: Mapping[str, str]) -> None:
@@ -148,7 +133,6 @@ def _build(process: ProcessConfig[RolloutConfig], max_sequence_tokens: int, shar
     settings = process.settings
     os.environ.update(environment(settings))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
     sleeps = bool(share) and process.service.shares_gpus
     if sleeps and (changed := without_expandable_segments(os.environ)):
         logger.warning("the engine shares its GPUs: expandable_segments is taken out of %s", ", ".join(changed))
@@ -173,7 +157,7 @@ def _build(process: ProcessConfig[RolloutConfig], max_sequence_tokens: int, shar
         "max_model_len": max_sequence_tokens,
         "max_num_seqs": settings.max_running,
         "kv_cache_memory_bytes": int(settings.kv_cache_gib * GIB),
-        "enable_prefix_caching": settings.prefix_cache,
+        "enable_prefix_caching": settings.shares_prefixes,
         "enforce_eager": settings.eager or share == 0,
         "tensor_parallel_size": settings.tensor_parallel,
         "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
@@ -188,10 +172,5 @@ def _build(process: ProcessConfig[RolloutConfig], max_sequence_tokens: int, shar
     else:
         # vLLM 0.32 on CPU: a prompt cut in two by the size of a step, and a seed, end the engine core.
         arguments["enable_chunked_prefill"] = False
-    main = sys.modules["__main__"]
-    own = main.__spec__
-    main.__spec__ = importlib.util.find_spec("services.rollout.child")
-    try:
+    with children_begin_here():
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    finally:
-        main.__spec__ = own

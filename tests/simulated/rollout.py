@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -18,17 +19,35 @@ Encode = Callable[[Sequence[dict[str, str]]], list[int]]
 
 
 class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.TenantServiceServicer):
-    """Starts STALE. The answers are letters and digits drawn from a hash of (seed, prompt, sample, version)."""
+    """Starts STALE. The answers are letters and digits drawn from a hash of (seed, prompt, sample, version), without
+    end but for the stop token, which comes after at most four of them.
 
-    def __init__(self, worker_id: str, encode: Encode, alphabet: Sequence[int], stop_id: int) -> None:
+    What is finished is held until it is acknowledged; who asks again for what is not has it sampled again.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        encode: Encode,
+        alphabet: Sequence[int],
+        stop_id: int,
+        decode: Callable[[Sequence[int]], str] = lambda ids: "".join(map(chr, ids)),
+    ) -> None:
         self.worker_id = worker_id
         self.encode = encode
+        self.decode = decode
         self.alphabet = list(alphabet)
         self.stop_id = stop_id
         self.state = tenant_pb2.WORKER_STATE_STALE
         self.policy = policy_pb2.Policy(version=-1)
         self.max_sequence_tokens = 256
         self.requests: list[rollout_pb2.GenerateRequest] = []
+        self.held: dict[str, dict[int, trajectory_pb2.Trajectory]] = {}
+        """By request id and sample number."""
+        self.acknowledged: dict[str, set[int]] = {}
+        self.sampled: collections.Counter[tuple[str, int, int, int]] = collections.Counter()
+        """How often each (data set, row, epoch, sample number) was sampled."""
+        self._contents: dict[str, bytes] = {}
         self.aborted = 0
         self._abort_seen = asyncio.Event()
         self.epochs: list[int] = []
@@ -110,6 +129,15 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         self.requests.append(request)
         self.tokens.append(("Generate", request.token.sequence))
+        self._check_id(request)
+        held = self.held.setdefault(request.request_id, {})
+        for trajectory in list(held.values()):
+            yield rollout_pb2.GenerateResponse(trajectory=trajectory)
+        # In an order that is not that of the sample numbers.
+        numbers = reversed(range(request.first_sample_number, request.first_sample_number + request.samples))
+        missing = [n for n in numbers if n not in held and n not in self.acknowledged.get(request.request_id, ())]
+        if not missing:
+            return
         if self.state != tenant_pb2.WORKER_STATE_READY:
             raise Unavailable(f"{self.worker_id} is STALE")
         if request.HasField("policy_version") and request.policy_version != self.policy.version:
@@ -120,23 +148,47 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
             self.aborted += 1
             self._abort_seen.set()
             raise
-        # In an order that is not that of the sample numbers.
-        for number in reversed(range(request.first_sample_number, request.first_sample_number + request.samples)):
-            yield rollout_pb2.GenerateResponse(trajectory=self._sample(request, number))
+        for number in missing:
+            held[number] = self._sample(request, number)
+            yield rollout_pb2.GenerateResponse(trajectory=held[number])
             if self.generate_errors:
                 raise self.generate_errors.pop(0)
+
+    async def Acknowledge(
+        self, request: rollout_pb2.AcknowledgeRequest, context: Any
+    ) -> rollout_pb2.AcknowledgeResponse:
+        forgotten = 0
+        for call in request.calls:
+            held = self.held.get(call.request_id, {})
+            for number in list(call.sample_numbers) or list(held):
+                if held.pop(number, None) is not None:
+                    self.acknowledged.setdefault(call.request_id, set()).add(number)
+                    forgotten += 1
+        return rollout_pb2.AcknowledgeResponse(forgotten=forgotten)
+
+    async def Abort(self, request: rollout_pb2.AbortRequest, context: Any) -> rollout_pb2.AbortResponse:
+        return rollout_pb2.AbortResponse()  # every answer is there at once
+
+    def _check_id(self, request: rollout_pb2.GenerateRequest) -> None:
+        content = rollout_pb2.GenerateRequest()
+        content.CopyFrom(request)
+        content.ClearField("token")
+        known = self._contents.setdefault(request.request_id, content.SerializeToString(deterministic=True))
+        if known != content.SerializeToString(deterministic=True):
+            raise Conflict(f"Generate {request.request_id}: asked before with other content")
+        if len(self.acknowledged.get(request.request_id, ())) == request.samples:
+            raise Conflict(f"Generate {request.request_id}: every trajectory of it was acknowledged")
 
     def _sample(self, request: rollout_pb2.GenerateRequest, number: int) -> trajectory_pb2.Trajectory:
         version = self.policy.version
         prompt = list(request.prompt_token_ids)
         p = request.prompt_id
-        seed = hashlib.sha256(f"{request.run_seed}/{p.dataset}/{p.row}/{p.epoch}/{number}/{version}".encode()).digest()
-        length = 1 + seed[0] % 4
-        answer = [self.alphabet[byte % len(self.alphabet)] for byte in seed[1 : 1 + length]] + [self.stop_id]
-        limit = request.sampling.max_tokens
-        reason = trajectory_pb2.FINISH_REASON_STOP if len(answer) <= limit else trajectory_pb2.FINISH_REASON_LENGTH
-        ids = prompt + answer[:limit]
-        mask = [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+        self.sampled[(p.dataset, p.row, p.epoch, number)] += 1
+        key = f"{request.run_seed}/{p.dataset}/{p.row}/{p.epoch}/{number}/{version}"
+        seed = hashlib.sha256(key.encode()).digest()
+        answer, reason, stop_string = self._answer(request.sampling, seed)
+        ids = prompt + answer
+        mask = [False] * len(prompt) + [True] * len(answer)
         values = [v + self.logprob_shift if m else 0.0 for v, m in zip(logprobs(ids, version), mask, strict=True)]
         trajectory = trajectory_pb2.Trajectory(
             prompt_id=request.prompt_id,
@@ -145,12 +197,28 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
             loss_mask=mask,
             behavior_logprobs=values,
             finish_reason=reason,
+            stop_string=stop_string,
             seed=int.from_bytes(seed[:7], "big"),
             worker_id=self.worker_id,
         )
         trajectory.version_spans.add(start=len(prompt), end=len(ids), policy_version=version + self.stamp_shift)
         self.change_trajectory(trajectory)
         return trajectory
+
+    def _answer(
+        self, sampling: rollout_pb2.Sampling, seed: bytes
+    ) -> tuple[list[int], trajectory_pb2.FinishReason, str]:
+        """Token ids, why they end, and the stop string that ended them."""
+        stop_at = 1 + seed[0] % 4
+        ids: list[int] = []
+        while len(ids) < sampling.max_tokens:
+            at = len(ids)
+            letter = hashlib.sha256(seed + at.to_bytes(4, "big")).digest()[0]
+            ids.append(self.stop_id if at == stop_at else self.alphabet[letter % len(self.alphabet)])
+            found = [string for string in sampling.stop_strings if string in self.decode(ids)]
+            if found or ids[-1] in sampling.stop_token_ids:
+                return ids, trajectory_pb2.FINISH_REASON_STOP, found[0] if found else ""
+        return ids, trajectory_pb2.FINISH_REASON_LENGTH, ""
 
     async def Encode(self, request: rollout_pb2.EncodeRequest, context: Any) -> rollout_pb2.EncodeResponse:
         encoded = [
@@ -163,8 +231,8 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
         self, request: rollout_pb2.JoinTransferRequest, context: Any
     ) -> rollout_pb2.JoinTransferResponse:
         self.tokens.append(("JoinTransfer", request.token.sequence))
-        if request.manifest.epoch < self._epoch:
-            raise Conflict(f"epoch {request.manifest.epoch} is over")
+        if not self._epoch <= request.manifest.epoch <= self._epoch + 2**44:
+            raise Conflict(f"epoch {request.manifest.epoch} does not follow {self._epoch}")
         self._epoch = request.manifest.epoch
         self.epochs.append(self._epoch)
         return self.join_answer

@@ -10,7 +10,7 @@ from services.common.config import ConfigError, parse
 from services.rollout import config
 from services.rollout.config import RolloutConfig, environment
 from services.rollout.gpus import Gpu
-from services.rollout.vllm_start import max_sequence_tokens_of
+from services.rollout.model_folder import max_sequence_tokens_of
 
 
 def test_environment_preloads_openmp_once_and_keeps_what_was_there(
