@@ -108,6 +108,11 @@ class RolloutClient(TenantClient):
             async for answer in answers:
                 yield answer.trajectory
 
+    async def acknowledge(self, request_id: str, deadline_seconds: float) -> None:
+        """All that a Generate call of this id has delivered is safe: the worker may forget it."""
+        calls = [rollout_pb2.AcknowledgedCall(request_id=request_id)]
+        await self._call(self._stub.Acknowledge, rollout_pb2.AcknowledgeRequest(calls=calls), deadline_seconds)
+
     async def encode(self, conversations: Sequence[chat_pb2.Conversation], deadline_seconds: float) -> list[list[int]]:
         request = rollout_pb2.EncodeRequest(conversations=conversations)
         answer = await self._call(self._stub.Encode, request, deadline_seconds)

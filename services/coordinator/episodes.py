@@ -44,8 +44,8 @@ class SingleTurn:
             version=version,
             deadline_seconds=self._config.generate_seconds,
             on_trajectory=take,
+            keep=lambda: self._ledger.record_trajectories(group.trajectories, group.state),
         )
-        await self._ledger.record_trajectories(group.trajectories, group.state)
         answers = await self._scorer.score(group.prompt, group.trajectories, self._config.score_seconds)
         group.add_answers(answers)
         await self._ledger.record_scores(group.answers, group.state)

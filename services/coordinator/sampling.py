@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 from antiphon.rollout.v1 import rollout_pb2
 
 from services.common.client import new_request_id
-from services.common.errors import Overloaded, Unavailable
+from services.common.errors import AntiphonError, Overloaded, Unavailable
 from services.coordinator import trajectories
 from services.coordinator.clients import RolloutClient
 from services.coordinator.data import Prompt
@@ -19,6 +20,10 @@ from services.coordinator.identity import PromptKey
 from services.coordinator.trajectories import Trajectory
 from services.coordinator.waits import FIRST_PAUSE_SECONDS, TRIES
 from services.coordinator.workers import Workers, least_loaded
+
+logger = logging.getLogger(__name__)
+
+ACKNOWLEDGE_SECONDS = 2.0
 
 OnTrajectory = Callable[[Trajectory], None]
 
@@ -44,11 +49,13 @@ class Sampler:
         version: int,
         deadline_seconds: float,
         on_trajectory: OnTrajectory | None = None,
+        keep: Callable[[], Awaitable[None]] | None = None,
     ) -> list[Trajectory]:
         """Every trajectory of the prompt, by sample number, each checked and sampled by this policy version only.
 
-        A retry carries the same request id. Raises Unavailable when a few tries, elsewhere first, did not help;
-        Conflict when an engine serves another version.
+        A retry carries the same request id. `keep` makes them durable once all are there; only then the engines that
+        were asked are told that they may forget them. Raises Unavailable when a few tries, elsewhere first, did not
+        help; Conflict when an engine serves another version; what `keep` raises.
         """
         request = rollout_pb2.GenerateRequest(
             request_id=new_request_id(),
@@ -73,10 +80,12 @@ class Sampler:
 
         end = time.monotonic() + deadline_seconds
         failed: set[str] = set()
+        asked: dict[str, RolloutClient] = {}
         tries = 0
         while len(got) < samples:
             pause = FIRST_PAUSE_SECONDS * 2**tries
             engine = await self._free_engine(failed)
+            asked[engine.worker_id] = engine
             try:
                 await self._once(engine, request, end - time.monotonic(), take)
                 if len(got) < samples:
@@ -96,6 +105,9 @@ class Sampler:
                     self._freed.notify_all()
             if len(got) < samples:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        if keep is not None:
+            await keep()
+        await asyncio.gather(*(_acknowledge(engine, request.request_id) for engine in asked.values()))
         return [got[number] for number in sorted(got)]
 
     async def _free_engine(self, avoid: set[str]) -> RolloutClient:
@@ -114,3 +126,11 @@ class Sampler:
         async with aclosing(engine.generate(request, seconds)) as stream:
             async for trajectory in stream:
                 take(trajectory)
+
+
+async def _acknowledge(engine: RolloutClient, request_id: str) -> None:
+    """Tells an engine that its part is safe. One that does not hear it forgets it by itself, later."""
+    try:
+        await engine.acknowledge(request_id, ACKNOWLEDGE_SECONDS)
+    except AntiphonError as error:
+        logger.warning("%s was not told that %s is safe: %s", engine.worker_id, request_id, error)

@@ -155,6 +155,35 @@ async def test_a_run_of_three_steps(setup: Setup) -> None:
     assert (outcome.run_dir / "export" / "policy-3" / "config.json").exists()
 
 
+async def test_an_engine_may_forget_what_is_durable_and_nothing_else(setup: Setup) -> None:
+    lost: list[str] = []
+
+    def look(request: rollout_pb2.AcknowledgeRequest) -> None:
+        if not (setup.folder / "run" / "run.db").exists():
+            return  # the self-check, which keeps nothing
+        stored = {bytes(blob) for (blob,) in setup.ledger("SELECT message FROM trajectories")}
+        for call in request.calls:
+            for trajectory in setup.rollout.held[call.request_id].values():
+                if trajectory.prompt_id.dataset == "train" and trajectory.SerializeToString() not in stored:
+                    lost.append(str(trajectory.prompt_id))
+
+    setup.rollout.on_acknowledge = look
+    await setup.run()
+    sampled = setup.ledger("SELECT count(*) FROM trajectories")[0][0]
+    assert sampled == STEPS * PROMPTS * SAMPLES and not lost
+    assert not any(setup.rollout.held.values())  # of evaluations and checks nothing is kept either
+    assert sum(map(len, setup.rollout.acknowledged.values())) > sampled
+
+
+async def test_an_engine_that_is_not_told_does_not_hold_the_run_up(setup: Setup) -> None:
+    def refuse(request: rollout_pb2.AcknowledgeRequest) -> None:
+        raise InvalidRequest("not now")
+
+    setup.rollout.on_acknowledge = refuse
+    outcome = await setup.run()
+    assert outcome.ended.outcome == "finished" and any(setup.rollout.held.values())
+
+
 async def test_what_the_ledger_holds_after_a_run(setup: Setup) -> None:
     await setup.run()
     groups = setup.ledger("SELECT group_id, admission, state FROM groups ORDER BY admission")

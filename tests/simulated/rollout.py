@@ -45,6 +45,7 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
         self.held: dict[str, dict[int, trajectory_pb2.Trajectory]] = {}
         """By request id and sample number."""
         self.acknowledged: dict[str, set[int]] = {}
+        self.on_acknowledge: Callable[[rollout_pb2.AcknowledgeRequest], None] = lambda request: None
         self.sampled: collections.Counter[tuple[str, int, int, int]] = collections.Counter()
         """How often each (data set, row, epoch, sample number) was sampled."""
         self._contents: dict[str, bytes] = {}
@@ -158,6 +159,7 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
         self, request: rollout_pb2.AcknowledgeRequest, context: Any
     ) -> rollout_pb2.AcknowledgeResponse:
         forgotten = 0
+        self.on_acknowledge(request)  # while it still holds them
         for call in request.calls:
             held = self.held.get(call.request_id, {})
             for number in list(call.sample_numbers) or list(held):
