@@ -229,9 +229,10 @@ async def test_every_failure_is_typed_and_the_siblings_still_score(tmp_path: Pat
     names = [*SCORES, *FAILURES]
     requests = [request(name, row=row) for row, name in enumerate(names)]
     requests += [request("ok", row=row, sample=1) for row in range(len(names))]
+    others = set(children_of(os.getpid()))  # of tests before this one
     async with serving(tmp_path, processes=3) as reward:
         responses = await reward.score(requests)
-        family = children_of(os.getpid())
+        family = set(children_of(os.getpid())) - others
     found = {(r.prompt_id.row, r.sample_number): r for r in responses}
     assert len(found) == len(responses) == len(requests)
     assert {r.scorer for r in responses} == {"user@v1"}
@@ -259,11 +260,12 @@ async def test_whatever_hangs_is_ended_and_the_siblings_still_score(tmp_path: Pa
     path.write_text(USER_FILE)
     hasty = {"name": "hasty", "path": str(path), "timeout_seconds": 0.5, "processes": 3}
     patient = {"name": "patient", "path": str(path), "timeout_seconds": 50.0}
+    others = set(children_of(os.getpid()))  # of tests before this one
     async with reward_service.serving(tmp_path, [hasty, patient]) as reward:
         requests = [request(name, row=row, scorer="hasty") for row, name in enumerate(HANGS)]
         requests += [request("ok", row=row, sample=1, scorer="patient") for row in range(len(HANGS))]
         responses = await reward.score(requests)
-        family = children_of(os.getpid())
+        family = set(children_of(os.getpid())) - others
     for response in responses:
         if response.sample_number == 1:
             assert response.score.value == 0.25
