@@ -112,12 +112,23 @@ class _Loader(_Rules, yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
+UNICODE_BREAKS = "\x85\u2028\u2029"
+
+
 class _Dumper(_Rules, yaml.SafeDumper):
     """Quotes exactly what `_Loader` would not read back as text."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Writes everything out where it stands."""
         return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Escapes the line breaks of Unicode, which are folded into a space when they stand as they are."""
+        style = '"' if any(mark in data for mark in UNICODE_BREAKS) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

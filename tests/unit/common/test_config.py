@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.common.config import (
@@ -235,6 +235,7 @@ WORDS = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
+@example(name="a\u2028b", rate=0.0, names=["\x85", "a\u2029"], maybe=None)
 @given(
     name=WORDS,
     rate=st.floats(allow_nan=False, allow_infinity=False),
