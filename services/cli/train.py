@@ -211,7 +211,7 @@ class _Run:
         line(f"files of the run: {self._run_dir}")
         if code == OK:
             return
-        if any((self._run_dir / "checkpoints").glob("step-*")):
+        if self._resuming or any((self._run_dir / "checkpoints").glob("step-*")):
             line(f"to go on:\n  {shlex.join(['antiphon', 'resume', str(self._run_dir)])}")
         elif export:
             line(f"to go on from it:\n  {self._next_command(export)}")
