@@ -54,6 +54,30 @@ def train(
     raise typer.Exit(code)
 
 
+@app.command()
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    assignments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Changes to its recipe, e.g. coordinator.steps=200."),
+    ] = None,
+) -> None:
+    """Take up a run that was stopped or killed: load its newest checkpoint, replay what it trained since, go on.
+
+    Model, data, sampling, sizes, algorithm and rewards stay as they were. Exit codes as of train.
+    """
+    from services.cli import resume as command
+    from services.cli.train import CONFIG
+    from services.common.errors import ConfigError
+
+    try:
+        code = command.resume(run_dir, assignments or [])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        code = CONFIG
+    raise typer.Exit(code)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the run has its own handler there is nothing to stop
     app()

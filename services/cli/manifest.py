@@ -25,6 +25,18 @@ DISTRIBUTIONS = (
 GIT_SECONDS = 5.0
 
 
+def changed_files(manifest: dict[str, Any]) -> list[str]:
+    """Files that the run began with and that are gone, or are others now, each with a word about it."""
+    found = []
+    for name, was in manifest["files"].items():
+        path = Path(name)
+        if not path.is_file():
+            found.append(f"{path}: it is gone; the run began with it")
+        elif _sha256(path) != was["sha256"]:
+            found.append(f"{path}: it was changed since the run began (SHA-256 {was['sha256'][:16]}… then)")
+    return found
+
+
 def write_manifest(recipe: Recipe, run_id: str, command: list[str], path: Path) -> None:
     """Writes the manifest. Imports none of the libraries that it names."""
     model = Path(recipe.model.path)

@@ -126,9 +126,14 @@ def _section(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
     return node if isinstance(node, dict) else {}
 
 
-def problems(recipe: Recipe) -> list[str]:
-    """What does not fit together, each with what to do; empty when the run may start. Reads small files only."""
-    checks = (_missing_files, _data, _model_folders, _lengths, _gpus, _scorer, _nats, _run_folder)
+def problems(recipe: Recipe, *, resuming: bool = False) -> list[str]:
+    """What does not fit together, each with what to do; empty when the run may start. Reads small files only.
+
+    A run that is taken up again has its folder already.
+    """
+    checks = [_missing_files, _data, _model_folders, _lengths, _gpus, _scorer, _nats]
+    if not resuming:
+        checks.append(_run_folder)
     return [problem for check in checks for problem in check(recipe)]
 
 

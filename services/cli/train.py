@@ -24,6 +24,7 @@ from services.cli.launch.local import Death, LocalLauncher
 from services.cli.manifest import write_manifest
 from services.cli.memory import MemorySampler
 from services.cli.recipe import Recipe, next_name, problems, read_recipe, save_recipe
+from services.cli.run_lock import locked
 from services.cli.view import RunProgress, View, describe_evaluation, make_view
 from services.cli.watch import Watcher
 from services.common.errors import AntiphonError, ConfigError
@@ -54,11 +55,21 @@ def train(recipe_path: Path, assignments: list[str], modules: Mapping[str, str] 
         recipe.run_dir.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"run.directory: cannot make {recipe.run_dir}: {error.strerror}") from None
+    run_id = f"{recipe.run.name}-{secrets.token_hex(3)}"
+    command = ["antiphon", "train", str(recipe_path), *assignments]
+    with locked(recipe.run_dir):
+        return follow(recipe, run_id, command, modules)
+
+
+def follow(
+    recipe: Recipe, run_id: str, command: list[str], modules: Mapping[str, str] | None, *, resuming: bool = False
+) -> int:
+    """Runs in a folder that is there; returns the exit code. `command` is what starts such a run anew."""
     form = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
     logging.basicConfig(filename=recipe.run_dir / "cli.log", level=logging.INFO, format=form, force=True)
 
     async def run() -> int:
-        return await _Run(recipe, recipe_path, assignments, modules).to_the_end()
+        return await _Run(recipe, run_id, command, modules, resuming=resuming).to_the_end()
 
     return asyncio.run(run())
 
@@ -67,12 +78,13 @@ class _Run:
     """One run as its command sees it."""
 
     def __init__(
-        self, recipe: Recipe, recipe_path: Path, assignments: list[str], modules: Mapping[str, str] | None
+        self, recipe: Recipe, run_id: str, command: list[str], modules: Mapping[str, str] | None, *, resuming: bool
     ) -> None:
         self._recipe = recipe
-        self._command = ["antiphon", "train", str(recipe_path), *assignments]
+        self._command = command
         self._run_dir = recipe.run_dir
-        self._run_id = f"{recipe.run.name}-{secrets.token_hex(3)}"
+        self._run_id = run_id
+        self._resuming = resuming
         self._progress = RunProgress()
         self._view: View = make_view(self._progress)
         self._launcher = LocalLauncher(recipe, self._run_dir, self._run_id, modules)
@@ -118,10 +130,11 @@ class _Run:
     async def _start_and_follow(self) -> None:
         """Everything that goes well: until RunEnded was seen."""
         self._view.line(f"run {self._run_id} in {self._run_dir}")
-        save_recipe(self._recipe, self._run_dir / "recipe.yaml")
-        await asyncio.to_thread(
-            write_manifest, self._recipe, self._run_id, self._command, self._run_dir / "manifest.json"
-        )
+        if not self._resuming:
+            save_recipe(self._recipe, self._run_dir / "recipe.yaml")
+            await asyncio.to_thread(
+                write_manifest, self._recipe, self._run_id, self._command, self._run_dir / "manifest.json"
+            )
         await self._launcher.start()
         self._view.line(f"nats at {self._launcher.nats_url}, monitor {self._launcher.nats_monitor_url or 'not known'}")
         names = ", ".join(f"{worker} {pid}" for pid, worker in self._launcher.owners().items())
@@ -198,7 +211,9 @@ class _Run:
         line(f"files of the run: {self._run_dir}")
         if code == OK:
             return
-        if export:
+        if self._resuming or any((self._run_dir / "checkpoints").glob("step-*")):
+            line(f"to go on:\n  {shlex.join(['antiphon', 'resume', str(self._run_dir)])}")
+        elif export:
             line(f"to go on from it:\n  {self._next_command(export)}")
         elif self._progress.steps_done == 0:
             line(f"no step was trained; to start again:\n  {self._next_command(None)}")

@@ -246,6 +246,22 @@ class LearnerClient(TenantClient):
         result = await self._result(self._stub.Export, lambda: request, deadline_seconds, on_progress)
         return result.path, result.policy
 
+    async def save(
+        self, request: learner_pb2.SaveRequest, deadline_seconds: float, on_progress: OnProgress | None = None
+    ) -> learner_pb2.SaveResult:
+        result: learner_pb2.SaveResult = await self._result(
+            self._stub.Save, lambda: request, deadline_seconds, on_progress
+        )
+        return result
+
+    async def load(
+        self, request: learner_pb2.LoadRequest, deadline_seconds: float, on_progress: OnProgress | None = None
+    ) -> learner_pb2.LoadResult:
+        result: learner_pb2.LoadResult = await self._result(
+            self._stub.Load, lambda: request, deadline_seconds, on_progress
+        )
+        return result
+
 
 async def _each(*parts: Iterable[Any]) -> AsyncIterator[Any]:
     for messages in parts:

@@ -299,6 +299,16 @@ class SelfCheckConfig(Config):
     ratio_tolerance: float = Field(default=0.02, gt=0.0, description="largest distance of the mean ratio from 1")
 
 
+class CheckpointConfig(Config):
+    """What a run can be taken up from without replaying all of it. In <run folder>/checkpoints."""
+
+    every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: none but at a stop")
+    at_stop: bool = Field(default=True, description="one when the run is stopped, if it is written in stop_seconds")
+    keep_last: int = Field(default=2, ge=1, description="newest that are kept")
+    keep_best: int = Field(default=1, ge=0, description="best by mean held-out score that are kept beside them")
+    seconds: float = Field(default=600.0, gt=0.0, description="for one to be written, or loaded")
+
+
 class CoordinatorConfig(Config):
     """One run."""
 
@@ -314,6 +324,7 @@ class CoordinatorConfig(Config):
     score_tries: int = Field(default=3, ge=1, description="times a group is sent to be scored when the machinery fails")
     evaluation: EvaluationConfig | None = None
     publication: PublicationConfig = PublicationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     self_check: SelfCheckConfig = SelfCheckConfig()
     warm_up: bool = Field(
         default=True, description="before the first Step, one without effect on the longest rows that may come up"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.groups import Group
+from services.coordinator.groups import Group, GroupState
 from services.coordinator.ledger import Ledger
 from services.coordinator.sampling import Sampler
 from services.coordinator.scoring import Scorer
@@ -28,7 +28,19 @@ class SingleTurn:
         self._on_change = on_change
 
     async def run(self, group: Group, version: int) -> None:
-        """Brings the group to its end under one policy version. A failure to score is an outcome, not an error."""
+        """Brings the group to its end under one policy version. A failure to score is an outcome, not an error.
+
+        A group of a run that was taken up again may be further than admitted: what it has is not asked for again.
+        """
+        if group.state is GroupState.ADMITTED:
+            await self._sample(group, version)
+        if not group.finished:
+            answers = await self._scorer.score(group.prompt, group.trajectories, self._config.score_seconds)
+            group.add_answers(answers)
+            await self._ledger.record_scores(group.answers, group.state)
+        self._on_change()
+
+    async def _sample(self, group: Group, version: int) -> None:
         sampling = self._config.sampling
 
         def take(trajectory: Trajectory) -> None:
@@ -46,7 +58,3 @@ class SingleTurn:
             on_trajectory=take,
             keep=lambda: self._ledger.record_trajectories(group.trajectories, group.state),
         )
-        answers = await self._scorer.score(group.prompt, group.trajectories, self._config.score_seconds)
-        group.add_answers(answers)
-        await self._ledger.record_scores(group.answers, group.state)
-        self._on_change()

@@ -64,6 +64,11 @@ class Evaluation:
         self._seconds = seconds
 
     @property
+    def name(self) -> str:
+        """Of its data set."""
+        return self._dataset.name
+
+    @property
     def prompts(self) -> int:
         return len(self._dataset.prompts)
 

@@ -9,6 +9,7 @@ the same id is a Conflict.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -54,7 +55,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 class Ledger:
-    """The ledger of one run. Make it with `create`, end it with `close`."""
+    """The ledger of one run. Make it with `create`, take it up with `open`, end it with `close`."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self.path = path
@@ -70,7 +71,7 @@ class Ledger:
         """Raises ConfigError when there is a ledger: a run's record is never overwritten."""
         if path.exists():
             raise ConfigError(
-                f"{path} exists: a run has been here, and taking it up again is not built yet; choose another run name"
+                f"{path} exists: a run has been here; choose another run name, or take it up with `antiphon resume`"
             )
 
     @classmethod
@@ -85,6 +86,11 @@ class Ledger:
             connection.execute("INSERT INTO run VALUES (1, ?, ?, ?, ?)", (SCHEMA_VERSION, run_id, seed, time.time()))
         _sync_folder(path.parent)
         return cls(connection, path)
+
+    @classmethod
+    def open(cls, path: Path) -> Ledger:
+        """The ledger of a run that is taken up again; services/coordinator/resuming.py looks whether it may be."""
+        return cls(connect(path), path)
 
     async def admit(self, group: Group, admission: int) -> None:
         """A group and its prompt enter the run."""
@@ -178,6 +184,41 @@ class Ledger:
             _insert(db, "steps", row, {"applied_at": time.time()})
 
         await self._write(write)
+
+    async def record_checkpoint(
+        self, step: int, path: Path, result: learner_pb2.SaveResult, gone: Sequence[int]
+    ) -> None:
+        """A checkpoint that the learner has on disk; those of the Steps `gone` were told to go with it."""
+        row = {"step": step, "path": str(path), "digest": result.digest, "bytes": result.bytes}
+
+        def write(db: sqlite3.Connection) -> None:
+            _insert(db, "checkpoints", row, {"saved_at": time.time()})
+            db.executemany("DELETE FROM checkpoints WHERE step = ?", [(old,) for old in gone])
+
+        await self._write(write)
+
+    async def record_evaluation(self, dataset: str, policy_version: int, score_mean: float) -> None:
+        """The score of a policy; the first one stays."""
+        row = {"dataset": dataset, "policy_version": policy_version}
+        await self._write(lambda db: _insert(db, "evaluations", row, {"score_mean": score_mean}, keys=2))
+
+    async def record_epoch(self, epoch: int) -> None:
+        """A transfer epoch that is about to begin."""
+        await self._write(lambda db: _insert(db, "epochs", {"epoch": epoch}))
+
+    async def read_batch(self, step: int) -> tuple[learner_pb2.StepHeader, list[learner_pb2.TrainTrajectory]]:
+        """A Batch as it was sent. Raises Conflict when none is stored for this Step."""
+
+        def read() -> tuple[learner_pb2.StepHeader, list[learner_pb2.TrainTrajectory]]:
+            with contextlib.closing(connect(self.path)) as db:
+                found = db.execute("SELECT header FROM batches WHERE step = ?", (step,)).fetchone()
+                if found is None:
+                    raise Conflict(f"{self.path}: there is no Batch of step {step}")
+                rows = db.execute("SELECT message FROM batch_rows WHERE step = ? ORDER BY position", (step,))
+                messages = [learner_pb2.TrainTrajectory.FromString(blob) for (blob,) in rows]
+            return learner_pb2.StepHeader.FromString(found[0]), messages
+
+        return await asyncio.to_thread(read)
 
     async def close(self) -> None:
         """Commits what was asked for, and ends the thread."""

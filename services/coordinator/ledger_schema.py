@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE run (
@@ -77,5 +77,27 @@ CREATE TABLE steps (
     policy_version INTEGER NOT NULL UNIQUE,
     result BLOB NOT NULL,             -- antiphon.learner.v1.StepResult
     applied_at REAL NOT NULL
+) STRICT;
+
+-- A checkpoint that the learner has on disk, and that was not told to go.
+CREATE TABLE checkpoints (
+    step INTEGER PRIMARY KEY REFERENCES steps (step),
+    path TEXT NOT NULL UNIQUE,
+    digest BLOB NOT NULL CHECK (length(digest) = 32),
+    bytes INTEGER NOT NULL,
+    saved_at REAL NOT NULL
+) STRICT;
+
+-- How a policy did on a data set of held-out prompts, the first time that it was asked.
+CREATE TABLE evaluations (
+    dataset TEXT NOT NULL,
+    policy_version INTEGER NOT NULL,
+    score_mean REAL NOT NULL,
+    PRIMARY KEY (dataset, policy_version)
+) STRICT;
+
+-- Transfer epochs that were begun: workers refuse those that are not above what they have seen.
+CREATE TABLE epochs (
+    epoch INTEGER PRIMARY KEY CHECK (epoch >= 1)
 ) STRICT;
 """

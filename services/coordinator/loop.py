@@ -32,7 +32,7 @@ import asyncio
 import contextvars
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from antiphon.events.v1 import events_pb2
 from antiphon.learner.v1 import learner_pb2
@@ -48,9 +48,11 @@ from services.coordinator.data import Order
 from services.coordinator.episodes import SingleTurn
 from services.coordinator.events import EventLog
 from services.coordinator.groups import Group, GroupState
+from services.coordinator.identity import PromptKey
 from services.coordinator.ledger import Ledger
 from services.coordinator.metrics import MetricsFile, batch_metrics, step_metrics
 from services.coordinator.publication import Publication, Published
+from services.coordinator.resuming import StoredGroup
 from services.coordinator.sampling import Sampler
 from services.coordinator.schedule import Counts, Schedule
 from services.coordinator.scoring import Scorer
@@ -81,7 +83,10 @@ class Loop:
         events: EventLog,
         stop: StopSignal,
         evaluate: Callable[[int], Awaitable[None]],
+        save: Callable[[int], Awaitable[None]],
+        waiting: Mapping[PromptKey, StoredGroup],
     ) -> None:
+        """The Steps begin after the policy's version; `waiting` are groups admitted for them in an earlier life."""
         self._config = config
         self._seed = seed
         self.policy = policy
@@ -96,10 +101,12 @@ class Loop:
         self._events = events
         self._stop = stop
         self._evaluate = evaluate
-        self.steps_done = 0
+        self._save = save
+        self._waiting = waiting
+        self.steps_done = policy.version
         self._published = policy.version
-        self._admitted = 0
-        self._trained = 0
+        # The position in the order of the prompts: each Step takes as many, so nothing else need be remembered.
+        self._admitted = self._trained = policy.version * config.prompts_per_step
         # Admitted and not trained, in admission order.
         self._groups: deque[Group] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -111,7 +118,7 @@ class Loop:
         """All Steps. Raises Stopped when the run is to stop, else the first error of any stage."""
         try:
             self._start(self._admit())
-            for step in range(1, self._config.steps + 1):
+            for step in range(self.steps_done + 1, self._config.steps + 1):
                 await asyncio.create_task(self._step(step), context=self._context(step))
                 del self._contexts[step]
         finally:
@@ -127,7 +134,8 @@ class Loop:
         self._events.step_finished(step, self._config.steps, metrics)
         every = self._config.evaluation.every if self._config.evaluation else 0
         if every and step % every == 0:
-            await self._stop.interrupting(_as_coroutine(self._evaluate(step)))
+            await self._stop.interrupting(_after(step, self._evaluate))
+        await self._stop.after(_after(step, self._save), self._config.stop_seconds)
         self._published = self.policy.version
         self._tell()
 
@@ -139,6 +147,8 @@ class Loop:
             await self._until(lambda: self._schedule.may_admit(self._counts()))
             key, prompt = self._order.at(self._admitted)
             group = Group(key, prompt, self._config.samples_per_prompt)
+            if key in self._waiting:
+                self._waiting[key].restore(group, self._published)
             step = 1 + self._admitted // self._config.prompts_per_step
             self._groups.append(group)
             self._start(self._run_episode(group, self._admitted, self._published), self._context(step))
@@ -336,6 +346,11 @@ def _publication_metrics(published: Published) -> dict[str, float]:
         "publish/pause_seconds": published.pause_seconds,
         "publish/probe_difference": published.probe_difference,
     }
+
+
+async def _after(step: int, work: Callable[[int], Awaitable[None]]) -> None:
+    """Begins the work only when it is awaited: a run that is to stop begins none."""
+    await work(step)
 
 
 async def _as_coroutine(work: Awaitable[None]) -> None:

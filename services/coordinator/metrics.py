@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.steps = _steps_in(path)
+        """Those whose lines an earlier life of the run wrote."""
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, policy_version: int, numbers: Mapping[str, float]) -> None:
@@ -36,6 +39,19 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _steps_in(path: Path) -> set[int]:
+    """The Steps that have a line of their training; a last line that was cut by a kill is taken away."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return set()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    lines = [json.loads(line) for line in whole.splitlines()]
+    return {line["step"] for line in lines if "loss" in line}
 
 
 def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -79,13 +79,18 @@ class Publication:
         on_retry: Callable[[str], None] | None = None,
         *,
         after_epoch: int = 0,
+        on_epoch: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """Epochs begin after `after_epoch`: workers refuse those that are not above what they have seen."""
+        """Epochs begin after `after_epoch`: workers refuse those that are not above what they have seen.
+
+        `on_epoch` is told each before any worker is.
+        """
         self._workers = workers
         self._config = config
         self._tolerance = config.probe_tolerance or _PROBE_TOLERANCES[dtype]
         self._on_retry = on_retry
         self._epoch = after_epoch
+        self._on_epoch = on_epoch
         # Engines of the epoch that is joined; empty where none is.
         self._members: list[tuple[str, str]] = []
 
@@ -172,6 +177,8 @@ class Publication:
         """Makes the group of the next epoch over the learner's ranks and all ranks of these engines."""
         self._members = []
         self._epoch += 1
+        if self._on_epoch is not None:
+            await self._on_epoch(self._epoch)
         seconds = self._config.deadline_seconds
         bound = seconds + CALL_MARGIN_SECONDS
         ours, *states = await together([learner.state(), *(engine.state() for engine in engines)])

@@ -1,8 +1,9 @@
 """One run from beginning to end: start, check, loop, export, and RunEnded whatever happens.
 
-    START ▶ PUBLISH version 0 ▶ CHECK ▶ EVALUATE ▶ (GENERATE ▶ SCORE ▶ TRAIN ▶ PUBLISH)* ▶ EVALUATE ▶ EXPORT ▶ ENDED
+    START ▶ PUBLISH ▶ CHECK ▶ EVALUATE ▶ (GENERATE ▶ SCORE ▶ TRAIN ▶ PUBLISH)* ▶ EVALUATE ▶ EXPORT ▶ ENDED
 
-A stop or an error leaves this line where it is and goes to EXPORT (if a Step was applied) and ENDED.
+A stop or an error leaves this line where it is and goes to EXPORT (if a Step was applied) and ENDED; a stop writes a
+checkpoint before. Where the run's ledger is there already, START takes it up (services/coordinator/resuming.py).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from antiphon.types.v1 import policy_pb2
 from services.common.announcements import Registry
 from services.common.client import new_request_id
 from services.common.config import ProcessConfig
-from services.common.errors import AntiphonError, Conflict
+from services.common.errors import AntiphonError, ConfigError, Conflict
 from services.coordinator import selfcheck
 from services.coordinator.algorithms import make_estimator
+from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.clients import LearnerClient, RolloutClient
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.data import Order
@@ -34,8 +36,9 @@ from services.coordinator.events import EventLog
 from services.coordinator.inputs import Inputs, check_lengths, read_inputs, tell_surprises
 from services.coordinator.ledger import Ledger
 from services.coordinator.loop import Loop
-from services.coordinator.metrics import MetricsFile
+from services.coordinator.metrics import MetricsFile, step_metrics
 from services.coordinator.publication import Publication
+from services.coordinator.resuming import Stored, catch_up, read_stored, require_same_data
 from services.coordinator.sampling import Sampler
 from services.coordinator.schedule import SCHEDULES
 from services.coordinator.scoring import Scorer
@@ -63,6 +66,9 @@ class Run:
         self._loop: Loop | None = None
         self._policy = policy_pb2.Policy()
         self._evaluated_version = -1
+        self._resumed_step = 0
+        self._stored: Stored | None = None
+        self._checkpoints: Checkpoints | None = None
         self._ledger: Ledger | None = None
         self._metrics: MetricsFile | None = None
 
@@ -90,8 +96,8 @@ class Run:
 
     @property
     def drain_seconds(self) -> float:
-        """How long `drain` may take: the Step under way and the export after it."""
-        return self._config.stop_seconds + min(self._config.export_seconds, EXPORT_AFTER_FAILURE_SECONDS)
+        """How long `drain` may take: the Step under way, a checkpoint and the export after it."""
+        return 2 * self._config.stop_seconds + min(self._config.export_seconds, EXPORT_AFTER_FAILURE_SECONDS)
 
     async def run(self, registry: Registry) -> bool:
         """Runs to the end and says how it went in RunEnded; false when it failed. Raises nothing of its own."""
@@ -107,6 +113,8 @@ class Run:
                 outcome, reason = "stopped", self._stop.reason
             except Exception as error:
                 outcome, reason = "failed", self._blame(error)
+            if outcome == "stopped":
+                await self._save_if_possible(workers)
             if outcome != "finished":
                 exported = await self._export_if_possible(workers)
         finally:
@@ -124,8 +132,27 @@ class Run:
             workers, inputs.text, tries=self._config.score_tries, calls_per_worker=self._config.calls_per_worker
         )
         await interrupting(scorer.resolve(self._config.scorer))
+        order = Order(*inputs.training, seed=self._service.seed, shuffle=self._config.data.shuffle)
+        stored, ledger = self._stored, self._open_ledger(order)
+        self._metrics = MetricsFile(self._service.run_dir / "metrics.jsonl")
+        if stored is not None:
+            await interrupting(self._catch_up(stored, workers.learner(), ledger, self._metrics))
+        checkpoints = self._checkpoints = Checkpoints(
+            self._config.checkpoint,
+            folder=self._service.run_dir / "checkpoints",
+            run_id=self._service.run_id,
+            ledger=ledger,
+            events=self.events,
+            known=stored.checkpoints if stored else (),
+            scores=stored.scores if stored else None,
+        )
         publication = Publication(
-            workers, self._config.publication, self._model.dtype, lambda text: self.events.notice("warning", text)
+            workers,
+            self._config.publication,
+            self._model.dtype,
+            lambda text: self.events.notice("warning", text),
+            after_epoch=stored.epoch if stored else 0,
+            on_epoch=ledger.record_epoch,
         )
         await interrupting(self._publish_first(publication))
         sampler = Sampler(
@@ -134,14 +161,11 @@ class Run:
             stop_token_ids=inputs.text.stop_token_ids,
             calls_per_worker=self._config.calls_per_worker,
         )
-        order = Order(*inputs.training, seed=self._service.seed, shuffle=self._config.data.shuffle)
         await interrupting(self._check(workers, inputs.text, order, sampler))
         await interrupting(self._warm_up(workers.learner(), inputs))
-        self._metrics = MetricsFile(self._service.run_dir / "metrics.jsonl")
         evaluations = self._make_evaluations(sampler, scorer, inputs)
-        if self._config.evaluation and self._config.evaluation.at_start:
-            await interrupting(self._evaluate(evaluations, 0))
-        self._ledger = Ledger.create(self._ledger_path, self._service.run_id, self._service.seed)
+        if self._evaluation_is_due(evaluations):
+            await interrupting(self._evaluate(evaluations, self._resumed_step))
         self._loop = Loop(
             self._config,
             seed=self._service.seed,
@@ -153,11 +177,13 @@ class Run:
             estimator=make_estimator(self._config.algorithm),
             workers=workers,
             publication=publication,
-            ledger=self._ledger,
+            ledger=ledger,
             metrics=self._metrics,
             events=self.events,
             stop=self._stop,
             evaluate=lambda step: self._evaluate(evaluations, step),
+            save=lambda step: checkpoints.after_step(step, workers.learner()),
+            waiting=stored.waiting if stored else {},
         )
         await self._loop.run()
         if self._config.evaluation and self._config.evaluation.at_end:
@@ -167,7 +193,16 @@ class Run:
 
     async def _read_inputs(self) -> Inputs:
         self.events.enter(events_pb2.RUN_PHASE_START, 0, "tokenizer and prompts to be read")
-        Ledger.refuse_existing(self._ledger_path)
+        if self._ledger_path.exists():
+            self._stored = await asyncio.to_thread(
+                read_stored,
+                self._ledger_path,
+                self._service.run_id,
+                self._service.seed,
+                self._config.prompts_per_step,
+            )
+            if self._stored.batches > self._config.steps:
+                raise ConfigError(f"steps: {self._config.steps}, and {self._stored.batches} are trained already")
         inputs = await asyncio.to_thread(read_inputs, self._config, self._model)
         tell_surprises(inputs, self._config, self.events.notice)
         return inputs
@@ -196,18 +231,50 @@ class Run:
             )
         check_lengths(inputs, states)
 
+    def _open_ledger(self, order: Order) -> Ledger:
+        """A new one, or the one of an earlier life of this run. Raises ConfigError where the data is not that of it."""
+        if self._stored is None:
+            self._ledger = Ledger.create(self._ledger_path, self._service.run_id, self._service.seed)
+        else:
+            require_same_data(self._stored, order, self._config.samples_per_prompt)
+            self._ledger = Ledger.open(self._ledger_path)
+        return self._ledger
+
+    async def _catch_up(self, stored: Stored, learner: LearnerClient, ledger: Ledger, metrics: MetricsFile) -> None:
+        config = self._config
+        what = f"{learner.worker_id} to hold version {stored.batches} again"
+        self.events.enter(events_pb2.RUN_PHASE_START, stored.batches, what)
+        self._policy, replayed = await catch_up(
+            stored,
+            learner,
+            ledger,
+            load_seconds=config.checkpoint.seconds,
+            train_seconds=config.train_seconds,
+            tell=self.events.notice,
+            on_progress=lambda p: self.events.progress(p.done, p.of, p.phase),
+        )
+        self._resumed_step = self._policy.version
+        for result in replayed:
+            if result.step_id not in metrics.steps:  # the run ended between the Step and its line
+                metrics.write(result.step_id, result.policy.version, step_metrics(result))
+
     async def _publish_first(self, publication: Publication) -> None:
-        """Engines start STALE: version 0 reaches them as every other version does."""
+        """Engines start STALE: the version that the run begins with reaches them as every other version does."""
+        version = self._policy.version
         seconds = self._config.publication.deadline_seconds
-        self.events.enter(events_pb2.RUN_PHASE_PUBLISH, 0, f"version 0 to every engine, {seconds:.0f} s at most a try")
-        published = await publication.publish(0, lambda p: self.events.progress(p.done, p.of, p.phase))
+        self.events.enter(
+            events_pb2.RUN_PHASE_PUBLISH, version, f"version {version} to every engine, {seconds:.0f} s at most a try"
+        )
+        published = await publication.publish(version, lambda p: self.events.progress(p.done, p.of, p.phase))
         self._policy = published.policy
 
     async def _check(self, workers: Workers, text: Text, order: Order, sampler: Sampler) -> None:
         config = self._config
         seconds = config.check_seconds
         self.events.enter(
-            events_pb2.RUN_PHASE_CHECK, 0, f"token ids and log-probabilities to be compared, {seconds:.0f} s at most"
+            events_pb2.RUN_PHASE_CHECK,
+            self._resumed_step,
+            f"token ids and log-probabilities to be compared, {seconds:.0f} s at most",
         )
         learner = workers.learner()
         prompts = [order.at(n) for n in range(min(config.self_check.prompts, config.prompts_per_step))]
@@ -238,7 +305,7 @@ class Run:
             return
         seconds = self._config.check_seconds
         what = f"{learner.worker_id} to try a Step without effect on the longest rows"
-        self.events.enter(events_pb2.RUN_PHASE_CHECK, 0, f"{what}, {seconds:.0f} s at most")
+        self.events.enter(events_pb2.RUN_PHASE_CHECK, self._resumed_step, f"{what}, {seconds:.0f} s at most")
         step = self._policy.version + 1
         header, rows = longest_batch(inputs.training, self._config, step=step, seed=self._service.seed)
         async with within(seconds, what):
@@ -268,16 +335,28 @@ class Run:
             for dataset in inputs.heldout
         ]
 
+    def _evaluation_is_due(self, evaluations: Sequence[Evaluation]) -> bool:
+        """Before the loop: at the start of a run, or where it ended before an evaluation that was due was done."""
+        config, step = self._config.evaluation, self._resumed_step
+        if config is None:
+            return False
+        done = self._stored.evaluated.get(step, frozenset()) if self._stored else frozenset()
+        if done >= {evaluation.name for evaluation in evaluations}:
+            self._evaluated_version = step
+            return False
+        return config.at_start if step == 0 else bool(config.every) and step % config.every == 0
+
     async def _evaluate(self, evaluations: Sequence[Evaluation], step: int) -> None:
         """Evaluates the current policy, once."""
         version = self._current_policy.version
         if version == self._evaluated_version:
             return
-        for evaluation in evaluations:
-            await self._evaluate_on(evaluation, version, step)
+        results = [await self._evaluate_on(evaluation, version, step) for evaluation in evaluations]
         self._evaluated_version = version
+        if self._checkpoints is not None and results:
+            self._checkpoints.scores[version] = sum(result.score_mean for result in results) / len(results)
 
-    async def _evaluate_on(self, evaluation: Evaluation, version: int, step: int) -> None:
+    async def _evaluate_on(self, evaluation: Evaluation, version: int, step: int) -> events_pb2.Evaluated:
         seconds = self._config.evaluate_seconds
         what = f"{evaluation.prompts} greedy answers by version {version}"
         self.events.enter(events_pb2.RUN_PHASE_EVALUATE, step, f"{what}, {seconds:.0f} s at most")
@@ -293,13 +372,18 @@ class Run:
                 "time/evaluate": time.monotonic() - started,
             }
             self._metrics.write(step, version, numbers)
+        if self._ledger is not None:
+            await self._ledger.record_evaluation(result.dataset, version, result.score_mean)
         self.events.evaluated(result)
+        return result
 
     async def _export(self, workers: Workers, seconds: float) -> str:
         """The folder of the last policy; empty when no Step was applied or export is off."""
         if not self._config.export or not self._steps_done:
             return ""
         path = (self._service.run_dir / "export" / f"policy-{self._current_policy.version}").resolve()
+        if path.exists() and self._steps_done == self._resumed_step:
+            return str(path)  # of an earlier life of this run, which ended here: it is there whole or not at all
         path.parent.mkdir(parents=True, exist_ok=True)
         learner = workers.learner()
         what = f"{learner.worker_id} to write {path}"
@@ -324,6 +408,15 @@ class Run:
             self.events.notice("error", f"the last policy was not exported: {error}")
             return ""
 
+    async def _save_if_possible(self, workers: Workers) -> None:
+        """After a stop: what is not saved would be replayed. Bounded as the Step before it is."""
+        if self._checkpoints is None or not self._config.checkpoint.at_stop or not self._steps_done:
+            return
+        try:
+            await self._checkpoints.save(self._steps_done, workers.learner(), self._config.stop_seconds)
+        except Exception as error:
+            self.events.notice("error", f"no checkpoint of step {self._steps_done}: {error}")
+
     # The rest
 
     @property
@@ -332,7 +425,7 @@ class Run:
 
     @property
     def _steps_done(self) -> int:
-        return self._loop.steps_done if self._loop else 0
+        return self._loop.steps_done if self._loop else self._resumed_step
 
     @property
     def _current_policy(self) -> policy_pb2.Policy:

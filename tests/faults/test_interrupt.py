@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from services.cli.recipe import problems, read_recipe
+from services.cli.resume import prepare
 from services.cli.run_processes import command_of, find_processes, kill_processes, parent_of
 from services.common.config import load_process_config
 from services.reward.config import RewardConfig
@@ -175,16 +176,19 @@ def test_nothing_is_left(run: Run, inputs: Path, how: str, phase: str) -> None:
         assert run.process.returncode == -signal.SIGKILL
         return
     assert run.process.returncode == 130, run.output
-    (line,) = (line for line in run.output.splitlines() if line.startswith("  antiphon train "))
+    (line,) = (line for line in run.output.splitlines() if line.startswith("  antiphon "))
     command = shlex.split(line)
-    assert command[:3] == ["antiphon", "train", "recipe.yaml"]
-    following = read_recipe(inputs / "recipe.yaml", command[3:], inputs)
-    assert problems(following) == []
     if phase == "start":
+        assert command[:3] == ["antiphon", "train", "recipe.yaml"]
+        following = read_recipe(inputs / "recipe.yaml", command[3:], inputs)
+        assert problems(following) == []
         assert "no step was trained" in run.output
         assert following.model.path == str(inputs / "model")
     else:
-        export = Path(following.model.path)
+        assert command == ["antiphon", "resume", str(run.run_dir)]
+        following, _ = prepare(run.run_dir, [])
+        assert following.run_dir == run.run_dir
+        (export,) = (run.run_dir / "export").iterdir()
         assert f"exported to {export}\n" in run.output
         _check_export(export, inputs / "model")
 

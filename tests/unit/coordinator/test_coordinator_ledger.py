@@ -96,7 +96,7 @@ async def test_every_connection_has_the_settings_of_durability(ledger: Ledger) -
         ]
         assert found == ["wal", 2, 1, 10_000]
     assert oct(ledger.path.stat().st_mode & 0o777) == "0o600"
-    assert rows_of(ledger, "SELECT schema_version, run_id, seed FROM run") == [(1, "run-1", 7)]
+    assert rows_of(ledger, "SELECT schema_version, run_id, seed FROM run") == [(2, "run-1", 7)]
 
 
 def test_a_file_system_without_wal_is_refused() -> None:
