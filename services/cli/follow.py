@@ -8,6 +8,7 @@ when no process carries its id any more.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from services.cli.view import RunProgress, View, make_view
 from services.common.errors import ConfigError
 
 LOOK_AGAIN_SECONDS = 0.2
+LIFE_SECONDS = 1.0  # between two looks at all processes of the machine
 MANIFEST_SECONDS = 10.0  # a run that has just begun is writing it
 ALONE_SECONDS = 3.0  # without a process of the run; then it is over
 FIRST_SECONDS = 15.0  # the same before the first event, while nothing may have been started yet
@@ -74,7 +76,7 @@ class _Lines:
 
     def __iter__(self) -> Iterator[tuple[str, events_pb2.RunEvent] | None]:
         """Each whole line with its event, and None whenever there is no more for now, until the run is over."""
-        rest, position, seen_alive = b"", 0, self._clock()
+        rest, position, looked, seen_alive = b"", 0, -math.inf, self._clock()
         while True:
             read = self._read(position)
             position += len(read)
@@ -85,12 +87,16 @@ class _Lines:
                     yield line.decode(), event
             if read:
                 continue
-            now = self._clock()
-            if self._ended() or now - seen_alive > (ALONE_SECONDS if self.last is not None else FIRST_SECONDS):
+            if self._ended():
                 return
+            now = self._clock()
+            if now - looked >= LIFE_SECONDS:
+                looked = now
+                if self._lives():
+                    seen_alive = now
+                elif now - seen_alive > (ALONE_SECONDS if self.last is not None else FIRST_SECONDS):
+                    return
             yield None
-            if self._lives():
-                seen_alive = now
             time.sleep(LOOK_AGAIN_SECONDS)
 
     @property

@@ -7,6 +7,7 @@ knows how fast a machine is.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -63,6 +64,8 @@ def plan(
     recipe_path: Path, assignments: list[str], *, step_seconds: float | None = None, preview: bool = False
 ) -> Plan:
     """Raises ConfigError with the problems that `antiphon train` would name, all of them."""
+    if step_seconds is not None and not math.isfinite(step_seconds):
+        raise ConfigError(f"--step-seconds: expected the seconds that a Step took, got {step_seconds}")
     recipe = read_recipe(recipe_path, assignments)
     found = problems(recipe)
     notes = [line for line in found if line.startswith(NOT_YET) or line.endswith(WEIGHTS_LACK)]

@@ -147,6 +147,8 @@ def test_time_is_told_only_by_a_measured_rate(recipe: Path) -> None:
     assert "\ntime: " not in run(recipe).stdout
     assert planned(recipe, "--step-seconds", "30")["seconds"] == 60.0
     assert "\ntime: 1 min 0 s" in run(recipe, "--step-seconds", "30").stdout
+    for other in ("nan", "inf", "-1", "soon"):
+        assert run(recipe, "--step-seconds", other).exit_code == 2
 
 
 def test_missing_weights_and_an_old_run_are_only_mentioned(recipe: Path) -> None:

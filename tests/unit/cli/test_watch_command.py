@@ -35,6 +35,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as a run has it at its start; nobody runs it."""
     monkeypatch.setattr(follow, "ALONE_SECONDS", 0.1)
     monkeypatch.setattr(follow, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(follow, "LIFE_SECONDS", 0.02)
     monkeypatch.setattr(follow, "LOOK_AGAIN_SECONDS", 0.02)
     folder = tmp_path / "runs" / "story"
     folder.mkdir(parents=True)
