@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
+from services.cli.__main__ import app
 from services.cli.recipe import Recipe, read_recipe
 from services.common.config import parse
 from services.reward import functions
@@ -41,8 +43,14 @@ def make(arguments: list[str]) -> None:
 
 
 def antiphon(arguments: list[str]) -> None:
-    assert arguments[0] == "train", f"no command {arguments[0]}"
-    read_recipe(ROOT / arguments[1], arguments[2:], ROOT)
+    """Parsed as the command itself would; a recipe is read, too."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    name, *rest = arguments
+    assert name in group.commands, f"no command {name}"
+    given = group.commands[name].make_context(name, rest).params
+    if "recipe" in given:
+        read_recipe(ROOT / given["recipe"], given["assignments"] or [], ROOT)
 
 
 def python(arguments: list[str]) -> None:

@@ -121,7 +121,9 @@ def test_light_modules_load_no_heavy_library() -> None:
     assert probe(light) == {}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([name, "--help"] for name in ("train", "plan", "doctor", "watch"))]
+)
 def test_help_loads_no_heavy_library(arguments: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HELP, json.dumps(HEAVY), *arguments],
