@@ -46,10 +46,12 @@ class _Layer(CacheLayerMixin):
         return -1
 
     def resize(self, rows: int, tokens: int) -> None:
+        """Room for so many rows of so many tokens; rows out of use may be given up."""
+        count = self._owner.count
         for name in ("keys", "values"):
             old: torch.Tensor = getattr(self, name)
             new = old.new_zeros((rows, old.shape[1], tokens, old.shape[3]))
-            new[: old.shape[0], :, : old.shape[2]] = old
+            new[:count, :, : old.shape[2]] = old[:count]
             setattr(self, name, new)
 
 

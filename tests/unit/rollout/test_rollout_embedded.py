@@ -226,6 +226,24 @@ def test_rows_of_the_cache_move_up_when_one_leaves(model: Model) -> None:
     assert (rows.count, rows.longest) == (0, 0)
 
 
+@pytest.mark.parametrize("leave", [0, 3, 5])
+def test_a_longer_request_after_shorter_ones_have_left(model: Model, leave: int) -> None:
+    """The cache grows in tokens while it has more rows than are in use: rows in use are kept, the others go."""
+    rows = RowCache(2**30)
+    caches = [model.prefill([1 + n, 2 + n, 3 + n])[1] for n in range(5)]
+    for cache in caches:
+        rows.add(cache, 10)
+    for row in reversed(range(leave)):
+        rows.remove(row)
+    kept = [layer.keys[: rows.count, :, :3].clone() for layer in rows.layers]
+    longer = model.prefill(list(range(70)))[1]
+    rows.add(longer, 100)
+    assert rows.count == 6 - leave and rows.longest == 70
+    for layer, before, source in zip(rows.layers, kept, longer.layers, strict=True):
+        assert torch.equal(layer.keys[: len(before), :, :3], before)
+        assert torch.equal(layer.keys[rows.count - 1, :, :70], source.keys[0])
+
+
 def test_what_no_publication_filled_is_never_served(folder: Path) -> None:
     decoding = Alone(Model(str(folder), "float32"))
     decoding.add(RunningRequest(ask("a", [1, 2], 5), None))
