@@ -10,9 +10,7 @@ from antiphon.learner.v1 import learner_pb2
 
 from services.common.digest import digest_messages
 from services.common.errors import InvalidRequest
-
-LOSSES = (learner_pb2.POLICY_LOSS_PPO,)
-AGGREGATIONS = (learner_pb2.AGGREGATION_TOKEN,)
+from services.learner.objective_checks import check_needs, check_objective
 
 
 def check_step(
@@ -28,31 +26,15 @@ def check_step(
             f"{step}: the digest of what came is {digest.hex()[:16]}…, "
             f"the header has {header.batch_digest.hex()[:16] or 'none'}…; send the batch again"
         )
-    _check_objective(step, header)
+    check_objective(step, header)
     trained_tokens: dict[str, int] = {}
     for trajectory in trajectories:
         if trajectory.trajectory_id in trained_tokens:
             raise InvalidRequest(f"{step}: trajectory {trajectory.trajectory_id} came twice")
         _check_trajectory(step, trajectory, max_sequence_tokens)
+        check_needs(step, header.policy, trajectory)
         trained_tokens[trajectory.trajectory_id] = sum(trajectory.loss_mask)
     _check_plan(step, header.updates, trained_tokens)
-
-
-def _check_objective(step: str, header: learner_pb2.StepHeader) -> None:
-    if header.WhichOneof("objective") != "policy":
-        raise InvalidRequest(f"{step}: expected a policy objective, got {header.WhichOneof('objective')}")
-    policy = header.policy
-    if policy.loss not in LOSSES:
-        raise InvalidRequest(f"{step}: policy loss {policy.loss} is not known; expected one of {LOSSES}")
-    if policy.aggregation not in AGGREGATIONS:
-        raise InvalidRequest(f"{step}: aggregation {policy.aggregation} is not known; expected one of {AGGREGATIONS}")
-    if not 0.0 < policy.temperature < math.inf:
-        raise InvalidRequest(f"{step}: temperature {policy.temperature}; expected one above 0")
-    if not (0.0 < policy.clip_low < 1.0 and 0.0 < policy.clip_high < math.inf):
-        raise InvalidRequest(
-            f"{step}: clip_low {policy.clip_low}, clip_high {policy.clip_high}; "
-            "expected the first between 0 and 1, the second above 0"
-        )
 
 
 def _check_trajectory(step: str, trajectory: learner_pb2.TrainTrajectory, max_sequence_tokens: int) -> None:

@@ -1,6 +1,7 @@
 """Log-probabilities of chosen tokens straight from hidden states, without a [tokens × vocabulary] tensor.
 
-For the logits z = W h / T of one predicted token y:  log p(y) = z_y − logsumexp(z),  entropy = logsumexp(z) − Σ p z.
+For the logits z = W h / T of one predicted token y:  log p(y) = z_y − logsumexp(z),  entropy = logsumexp(z) − Σ p z;
+their slopes by z_j are  1[j = y] − p_j  and  −p_j (log p_j + entropy).
 Logits come in the dtype of the hidden states, as an engine computes them, and are float32 from there on. They exist for
 a chunk of tokens at a time and are computed again in the backward pass; the same chunks serve both.
 """
@@ -30,7 +31,7 @@ class LogprobHead(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [T, H], targets [T] → log-probs [T] and, without gradient, entropies [T] in nats; float32."""
+        """hidden [T, H], targets [T] → log-probs [T] and entropies [T] in nats; float32, both with gradient."""
         logprobs, entropies = _ChosenLogprobs.apply(hidden, self.weight, targets, temperature)
         return logprobs, entropies
 
@@ -47,21 +48,34 @@ class _ChosenLogprobs(torch.autograd.Function):
             parts.append(_statistics(logits, targets[part], temperature))
             del logits  # before the next ones come
         logprobs, normalisers, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, normalisers)
+        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)  # entropies that no loss reads cost nothing
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        hidden, weight, targets, normalisers = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        hidden, weight, targets, normalisers, entropies = ctx.saved_tensors
         into_hidden = torch.empty_like(hidden)
         into_weight = torch.empty(weight.shape, dtype=hidden.dtype, device=weight.device)
         same = weight.to(hidden.dtype)
-        gradient = gradients[0].contiguous()
-        for number, part in enumerate(_chunks(hidden, weight.shape[0])):
+        of_logprobs, of_entropies = (None if each is None else each.contiguous() for each in gradients)
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(normalisers)
+        for number, part in enumerate(_chunks(hidden, weight.shape[0], plain=of_entropies is not None)):
             logits = torch.nn.functional.linear(hidden[part], same)
-            slopes = _slopes(logits, targets[part], normalisers[part], gradient[part], ctx.temperature)
+            if of_entropies is None:
+                slopes = _slopes(logits, targets[part], normalisers[part], of_logprobs[part], ctx.temperature)
+            else:
+                slopes = _slopes_with_entropy(
+                    logits,
+                    targets[part],
+                    normalisers[part],
+                    entropies[part],
+                    of_logprobs=of_logprobs[part],
+                    of_entropies=of_entropies[part],
+                    temperature=ctx.temperature,
+                )
             del logits
             torch.mm(slopes, same, out=into_hidden[part])
             if number == 0:
@@ -99,6 +113,24 @@ def _slopes(
     return slopes.to(logits.dtype)
 
 
+def _slopes_with_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    normalisers: torch.Tensor,
+    entropies: torch.Tensor,
+    *,
+    of_logprobs: torch.Tensor,
+    of_entropies: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """The same with what the loss takes from the entropies, by torch's own operations on every device."""
+    log_p = logits.float().div_(temperature).sub_(normalisers[:, None])
+    slopes = log_p.exp()
+    slopes *= -(log_p.add_(entropies[:, None]).mul_(of_entropies[:, None]).add_(of_logprobs[:, None]))
+    slopes.scatter_add_(-1, targets[:, None], of_logprobs[:, None])
+    return slopes.div_(temperature).to(logits.dtype)
+
+
 def _kernels(tensor: torch.Tensor) -> ModuleType | None:
     """What works on logits of that device, in place of torch's own operations; None where nothing does."""
     if tensor.device.type != "cuda":
@@ -108,8 +140,10 @@ def _kernels(tensor: torch.Tensor) -> ModuleType | None:
     return head_kernels
 
 
-def _chunks(hidden: torch.Tensor, vocabulary: int) -> list[slice]:
-    size = max(1, (KERNEL_CHUNK_LOGITS if _kernels(hidden) is not None else CHUNK_LOGITS) // vocabulary)
+def _chunks(hidden: torch.Tensor, vocabulary: int, *, plain: bool = False) -> list[slice]:
+    """`plain`: for torch's own operations, whatever the device."""
+    large = not plain and _kernels(hidden) is not None
+    size = max(1, (KERNEL_CHUNK_LOGITS if large else CHUNK_LOGITS) // vocabulary)
     if size > ROUND_TOKENS:
         size -= size % ROUND_TOKENS
     count = hidden.shape[0]

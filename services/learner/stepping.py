@@ -24,11 +24,12 @@ from services.common.errors import InvalidRequest
 from services.learner.batching import Layout, MicroBatch, plan_micro_batches
 from services.learner.config import OptimizerConfig
 from services.learner.objectives import objective_of
-from services.learner.objectives.terms import Objective, TokenFields
+from services.learner.objectives.terms import Objective
 from services.learner.packing import Packed, on_device, pack
 from services.learner.schedule import learning_rate
 from services.learner.step_tokens import StepTokens
 from services.learner.trainer import Report
+from services.learner.update_sums import UpdateSums
 
 SKIPS_IN_A_ROW = 3
 """So many Updates without a finite gradient, one after the other, end the run."""
@@ -97,9 +98,9 @@ class StepRunner:
         plans = [self._planned(tokens, update.trajectory_ids) for update in header.updates]
         if len(plans) > 1:
             self._compute_old_logprobs(plans, tokens, objective, report)
-        for number, (update, plan) in enumerate(zip(header.updates, plans, strict=True), start=1):
+        for number, plan in enumerate(plans, start=1):
             phase = f"update {number}/{len(plans)}"
-            metrics = self._update(plan, tokens, objective, update.token_count, partial(report, phase))
+            metrics = self._update(plan, tokens, objective, partial(report, phase))
             result.updates.append(metrics)
             if len(self._skipped_ids) >= SKIPS_IN_A_ROW:
                 self._give_up(header.step_id, result)
@@ -142,51 +143,32 @@ class StepRunner:
         tokens.exchange_old_logprobs()
 
     def _update(
-        self,
-        plan: Plan,
-        tokens: StepTokens,
-        objective: Objective,
-        token_count: int,
-        report: Callable[[int, int], None],
+        self, plan: Plan, tokens: StepTokens, objective: Objective, report: Callable[[int, int], None]
     ) -> learner_pb2.UpdateMetrics:
         members, micro_batches = plan
-        sums = torch.zeros(4, dtype=torch.float64, device=self._device)  # loss, entropy, clipped, ratio
-        ratio_max = torch.zeros((), dtype=torch.float64, device=self._device)
+        lengths = [len(tokens.rows[number].predicted) for number in members]
+        divisor = objective.divisor(sum(lengths), sum(length > 0 for length in lengths))
+        seen = UpdateSums(self._device)
         not_finite = torch.zeros(tokens.count, dtype=torch.int32, device=self._device)
         report(0, len(micro_batches))
         for done, micro_batch in enumerate(micro_batches, start=1):
             logprobs, entropies, packed = self._computed(tokens, members, micro_batch, objective.temperature)
-            frozen, which = logprobs.detach(), packed.numbers
+            which = packed.numbers
             if not tokens.knows_old_logprobs and not packed.is_empty:
-                tokens.old_logprobs[which] = frozen
-            mask = torch.full_like(frozen, fill_value=not packed.is_empty, dtype=torch.bool)
-            fields = TokenFields(tokens.advantages[which], mask)
-            terms = objective.terms(logprobs, tokens.old_logprobs[which], fields)
+                tokens.old_logprobs[which] = logprobs.detach()
+            terms = objective.terms(logprobs, entropies, tokens.old_logprobs[which], tokens.fields(packed))
             # ZeRO averages over the ranks what we want summed.
-            self._engine.backward(terms.loss.sum() * (self._ranks / token_count))
+            self._engine.backward(terms.loss.sum() * (self._ranks / divisor))
             if not packed.is_empty:
-                loss = terms.loss.detach()
-                sums += torch.stack([v.double().sum() for v in (loss, entropies, terms.clipped, terms.ratio)])
-                ratio_max = torch.maximum(ratio_max, terms.ratio.double().max())
-                not_finite[which] |= ~(torch.isfinite(frozen) & torch.isfinite(loss))
+                seen.add(terms, entropies)
+                not_finite[which] |= ~(torch.isfinite(logprobs.detach()) & torch.isfinite(terms.loss.detach()))
             report(done, len(micro_batches))
         rate = learning_rate(self._options, self._updates_done)
         skipped, norm = self._optimizer_step(rate)
-        dist.all_reduce(sums)
-        dist.all_reduce(ratio_max, op=dist.ReduceOp.MAX)
         self._note_skip(skipped, members, tokens, not_finite)
-        loss_sum, entropy, clipped, ratio = (value / token_count for value in sums.tolist())
-        return learner_pb2.UpdateMetrics(
-            loss=loss_sum,
-            gradient_norm=norm,
-            learning_rate=rate,
-            entropy=entropy,
-            clip_fraction=clipped,
-            ratio_mean=ratio,
-            ratio_max=ratio_max.item(),
-            tokens=token_count,
-            skipped=skipped,
-        )
+        metrics = seen.metrics(sum(lengths), divisor)
+        metrics.gradient_norm, metrics.learning_rate, metrics.skipped = norm, rate, skipped
+        return metrics
 
     def _computed(
         self, tokens: StepTokens, members: list[int], micro_batch: MicroBatch, temperature: float

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.learner.objectives.policy import ppo_surrogate
+from services.learner.objectives.ppo import ppo_surrogate
 
 LOW, HIGH = 0.2, 0.28
 ROWS, WIDTH, VOCABULARY = 5, 9, 11

@@ -68,9 +68,11 @@ class Group:
         (self.folder / "cuts.json").write_text(json.dumps(self.cuts))
         return step_id
 
-    async def step(self, batch, *, plan=None, cuts=None, dry_run=False) -> learner_pb2.StepResult:
+    async def step(self, batch, *, plan=None, cuts=None, dry_run=False, policy=None) -> learner_pb2.StepResult:
         header = make_header(self.cut(cuts or {}), batch, plan, TEMPERATURE)
         header.dry_run = dry_run
+        if policy is not None:
+            header.policy.CopyFrom(policy)
         operation = await self.learner.train_step(header, batch)
         return await asyncio.wait_for(operation.result(), WORK_SECONDS)
 

@@ -16,6 +16,7 @@ from services.common.errors import InvalidRequest, Unavailable
 from services.common.weights.receiver import Receiver
 from services.learner.batching import Layout, Row, plan_micro_batches
 from services.learner.ranks import RankProcesses
+from tests.reference import objective_batches
 from tests.system.learner_group import TEMPERATURE, Group, assert_same_gradients
 from tests.unit.learner.batches import make_batch
 from tests.unit.learner.plain_policy import PlainTrainer, token_logprobs
@@ -76,6 +77,19 @@ async def test_gradient_is_that_of_plain_torch_however_the_batch_is_cut(group):
         norms.add(round(metrics.gradient_norm, 4))
     assert len(norms) == 1
     assert result.policy.version == result.step_id == group.learner.policy.version
+
+
+@pytest.mark.parametrize("name", objective_batches.OBJECTIVES)
+async def test_every_objective_however_the_batch_is_cut(group, name):
+    """Against slopes by hand in float64 (tests/reference/objectives_numpy.py), carried through plain transformers."""
+    batch = objective_batches.complete(make_batch(group.plain.config.vocab_size, seed=3), seed=5)
+    message = objective_batches.OBJECTIVES[name]()
+    message.temperature = TEMPERATURE
+    loss, gradients = objective_batches.expected(name, group.plain, batch, TEMPERATURE)
+    for cuts in ({"token_budget": 10_000, "layout": "shared"}, {"token_budget": 1, "layout": "padded"}):
+        result = await group.step(batch, cuts=cuts, policy=message)
+        assert_same_gradients(group.gradients(), gradients)
+        assert result.updates[0].loss == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])

@@ -19,12 +19,12 @@ def problem(dtype=torch.float32):
     return hidden.to(dtype), weight.to(dtype), targets, slopes
 
 
-def expected(hidden, weight, targets, slopes, temperature):
+def expected(hidden, weight, targets, slopes, temperature, *, entropy_slopes=0.0):
     hidden, weight = hidden.double().requires_grad_(True), weight.double().requires_grad_(True)
     normal = torch.log_softmax(hidden @ weight.t() / temperature, -1)
     logprobs = normal.gather(-1, targets[:, None]).squeeze(-1)
-    (logprobs * slopes).sum().backward()
     entropy = -(normal.exp() * normal).sum(-1)
+    (logprobs * slopes + entropy * entropy_slopes).sum().backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
@@ -37,10 +37,28 @@ def test_values_and_gradients(monkeypatch, chunk_tokens, temperature):
     head = LogprobHead(torch.nn.Parameter(weight.clone()))
     hidden.requires_grad_(True)
     logprobs, entropies = head(hidden, targets, temperature)
-    assert not entropies.requires_grad
     (logprobs * slopes.float()).sum().backward()
     for found, value in zip((logprobs, entropies, hidden.grad, head.weight.grad), want, strict=True):
         torch.testing.assert_close(found.detach().double(), value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
+@pytest.mark.parametrize("reads_logprobs", [True, False])
+def test_entropies_have_a_gradient(monkeypatch, chunk_tokens, reads_logprobs):
+    monkeypatch.setattr(logprob_head, "CHUNK_LOGITS", chunk_tokens * 37)
+    hidden, weight, targets, slopes = problem()
+    slopes = slopes * reads_logprobs
+    entropy_slopes = torch.randn(23, dtype=torch.float64)
+    want = expected(hidden, weight, targets, slopes, 0.7, entropy_slopes=entropy_slopes)
+    head = LogprobHead(torch.nn.Parameter(weight.clone()))
+    hidden.requires_grad_(True)
+    logprobs, entropies = head(hidden, targets, 0.7)
+    loss = (entropies * entropy_slopes.float()).sum()
+    if reads_logprobs:
+        loss = loss + (logprobs * slopes.float()).sum()
+    loss.backward()
+    for found, value in zip((logprobs, entropies, hidden.grad, head.weight.grad), want, strict=True):
+        torch.testing.assert_close(found.detach().double(), value, rtol=1e-4, atol=1e-3)
 
 
 def test_temperature_divides_logits_not_log_probs():
@@ -80,7 +98,8 @@ class Largest(TorchDispatchMode):
         return answer
 
 
-def test_no_tensor_grows_with_tokens_times_vocabulary(monkeypatch):
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_no_tensor_grows_with_tokens_times_vocabulary(monkeypatch, with_entropy):
     """Forward and backward hold the logits of one chunk, however many tokens there are."""
     vocabulary, width, chunk_tokens = 5000, 8, 16
     monkeypatch.setattr(logprob_head, "CHUNK_LOGITS", chunk_tokens * vocabulary)
@@ -88,8 +107,8 @@ def test_no_tensor_grows_with_tokens_times_vocabulary(monkeypatch):
         hidden = torch.randn(tokens, width, requires_grad=True)
         head = LogprobHead(torch.nn.Parameter(torch.randn(vocabulary, width)))
         with Largest() as forward:
-            logprobs, _ = head(hidden, torch.randint(0, vocabulary, (tokens,)), 1.0)
+            logprobs, entropies = head(hidden, torch.randint(0, vocabulary, (tokens,)), 1.0)
         with Largest() as backward:
-            logprobs.sum().backward()
+            (logprobs.sum() + entropies.sum() if with_entropy else logprobs.sum()).backward()
         for largest in (forward, backward):
             assert chunk_tokens * vocabulary <= largest.elements < 2 * chunk_tokens * vocabulary

@@ -38,6 +38,7 @@ NAMED_FOR_IT = (
     "services.learner.layer_kernels",
     "services.learner.dry_stepping",
     "services.learner.step_tokens",
+    "services.learner.update_sums",
     "services.learner.varlen_attention",
     "services.learner.checkpoint_slices",
     "services.learner.rank_checkpoint",
