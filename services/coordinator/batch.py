@@ -10,14 +10,14 @@ from antiphon.learner.v1 import learner_pb2
 
 from services.common.digest import digest_messages
 from services.common.errors import Unavailable
-from services.coordinator.algorithms import Estimator, controls, placement
-from services.coordinator.config import AlgorithmConfig
+from services.coordinator.algorithm_settings import AlgorithmConfig
+from services.coordinator.algorithms import controls, shaping
+from services.coordinator.algorithms.estimators import Estimator
+from services.coordinator.algorithms.objectives import objective
+from services.coordinator.config import SamplingConfig
 from services.coordinator.groups import Group
 from services.coordinator.identity import TrajectoryKey
 from services.coordinator.trajectories import Trajectory, key_of
-
-_LOSSES = {"ppo": learner_pb2.POLICY_LOSS_PPO}
-_AGGREGATIONS = {"token": learner_pb2.AGGREGATION_TOKEN}
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,12 @@ class Batch:
 
     header: learner_pb2.StepHeader
     trajectories: list[learner_pb2.TrainTrajectory]
-    advantages: dict[TrajectoryKey, float]
-    """Of the rows that take part."""
+    advantages: dict[TrajectoryKey, list[float]]
+    """Per token, of the rows that take part."""
     without_tokens: int
     """Scored rows with no trainable token: in no statistic and not sent."""
+    masked: int
+    """Scored rows that are left out because they were cut."""
     groups_without_signal: int
     """Groups whose spread is zero, or that have one survivor: advantage 0."""
 
@@ -44,44 +46,41 @@ def build_batch(
     estimator: Estimator,
     algorithm: AlgorithmConfig,
     *,
-    temperature: float,
+    sampling: SamplingConfig,
     seed: int,
+    reference: Mapping[TrajectoryKey, Sequence[float]] | None = None,
 ) -> Batch:
     """The Batch of a Step from finished groups. Raises Unavailable when no row takes part.
 
-    `seed` is the run's: the cut into mini-batches (and the control's shuffle) follow from it and the step.
+    `seed` is the run's: the cut into mini-batches (and the control's shuffle) follow from it and the step. `reference`
+    are log-probs of every trajectory under the reference model, where the objective reads them.
     """
+    trajectories = {key_of(trajectory): trajectory for group in groups for trajectory in group.trajectories}
     rewards = {key: reward for group in groups for key, reward in group.rewards().items()}
     scored = sum(len(group.answers) - len(group.failures) for group in groups)
     if not rewards:
         raise Unavailable(f"step {step}: none of {len(groups)} groups has a scored trajectory with a trainable token")
     if algorithm.control == "shuffled_rewards":
         rewards = controls.shuffled_rewards(dict(sorted(rewards.items())), seed * 1_000_003 + step)
-    advantages, without_signal = _advantages(groups, rewards, estimator)
+    without_tokens = scored - len(rewards)
+    rewards = shaping.shape(rewards, trajectories, algorithm, sampling.max_tokens)
+    if not rewards:
+        raise Unavailable(f"step {step}: every scored answer of {len(groups)} groups was cut, and truncated is 'mask'")
+    siblings = [[TrajectoryKey(group.key, sample) for sample in range(group.samples)] for group in groups]
+    advantages = estimator(siblings, rewards, {key: trajectories[key].loss_mask for key in rewards})
     rows = [
-        _row(key_of(trajectory), trajectory, advantages[key_of(trajectory)])
-        for group in sorted(groups, key=lambda group: group.key)
-        for trajectory in group.trajectories
-        if key_of(trajectory) in advantages
+        _row(key, trajectories[key], advantages.rows[key], reference[key] if reference is not None else ())
+        for key in sorted(rewards)
     ]
     header = learner_pb2.StepHeader(
         step_id=step,
         batch_digest=digest_messages(rows),
-        policy=objective(algorithm, temperature),
+        policy=objective(algorithm, sampling),
         updates=plan_updates(rows, epochs=algorithm.epochs, mini_batches=algorithm.mini_batches, seed=seed, step=step),
         trajectory_count=len(rows),
     )
-    return Batch(header, rows, advantages, scored - len(rewards), without_signal)
-
-
-def objective(algorithm: AlgorithmConfig, temperature: float) -> learner_pb2.PolicyObjective:
-    """What the learner minimises; the temperature is that of the sampling."""
-    return learner_pb2.PolicyObjective(
-        loss=_LOSSES[algorithm.loss.type],
-        clip_low=algorithm.loss.clip_low,
-        clip_high=algorithm.loss.clip_high,
-        aggregation=_AGGREGATIONS[algorithm.loss.aggregation],
-        temperature=temperature,
+    return Batch(
+        header, rows, advantages.rows, without_tokens, scored - without_tokens - len(rewards), advantages.without_signal
     )
 
 
@@ -106,28 +105,15 @@ def plan_updates(
     return updates
 
 
-def _advantages(
-    groups: Sequence[Group], rewards: Mapping[TrajectoryKey, float], estimator: Estimator
-) -> tuple[dict[TrajectoryKey, float], int]:
-    advantages: dict[TrajectoryKey, float] = {}
-    without_signal = 0
-    for group in groups:
-        keys = [TrajectoryKey(group.key, sample) for sample in range(group.samples)]
-        estimate = estimator([rewards.get(key) for key in keys])
-        without_signal += not estimate.signal
-        advantages.update(
-            {key: advantage for key, advantage in zip(keys, estimate.advantages_G, strict=True) if key in rewards}
-        )
-    return advantages, without_signal
-
-
-def _row(key: TrajectoryKey, trajectory: Trajectory, advantage: float) -> learner_pb2.TrainTrajectory:
-    mask_T = list(trajectory.loss_mask)
+def _row(
+    key: TrajectoryKey, trajectory: Trajectory, advantages_T: list[float], reference_T: Sequence[float]
+) -> learner_pb2.TrainTrajectory:
     return learner_pb2.TrainTrajectory(
         trajectory_id=str(key),
         token_ids=trajectory.token_ids,
-        loss_mask=mask_T,
+        loss_mask=trajectory.loss_mask,
         version_spans=trajectory.version_spans,
         behavior_logprobs=trajectory.behavior_logprobs,
-        advantages=placement.discounted_sums(placement.on_last_trainable(advantage, mask_T), mask_T),
+        reference_logprobs=reference_T,
+        advantages=advantages_T,
     )

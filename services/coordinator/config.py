@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from services.common.config import Config
 from services.coordinator import sources
+from services.coordinator.algorithm_settings import AlgorithmConfig
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
 """Of a data set: it stands in ids and in names of files."""
@@ -184,35 +185,6 @@ class SamplingConfig(Config):
     max_tokens: int = Field(ge=1, description="most tokens sampled per trajectory")
 
 
-class GrpoAdvantage(Config):
-    """(R - mean of the group) / (std of the group + 1e-6); docs/math.md, Advantages."""
-
-    type: Literal["grpo"] = "grpo"
-    norm_by_std: bool = Field(default=True, description="false drops the division")
-
-
-class PpoLoss(Config):
-    """Clipped surrogate; docs/math.md, Policy loss."""
-
-    type: Literal["ppo"] = "ppo"
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(default=0.2, gt=0.0)
-    aggregation: Literal["token"] = "token"
-
-
-class AlgorithmConfig(Config):
-    """From scores to the objective of a Step."""
-
-    advantage: GrpoAdvantage = GrpoAdvantage()
-    loss: PpoLoss = PpoLoss()
-    epochs: int = Field(default=1, ge=1, description="passes over the Batch in one Step")
-    mini_batches: int = Field(default=1, ge=1, description="Updates per pass")
-    control: Literal["none", "shuffled_rewards"] = Field(
-        default="none",
-        description="for controlled experiments: shuffled_rewards hands the scores of a Batch around at random",
-    )
-
-
 class HeldoutSource(SourceConfig):
     """One data set of held-out prompts. Without columns of its own it has those of `data`, if that is one data set."""
 
@@ -360,10 +332,16 @@ class CoordinatorConfig(Config):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> CoordinatorConfig:
-        if self.samples_per_prompt < 2:
+        if self.samples_per_prompt < 2 and self.algorithm.advantage.compares:
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}, and advantage {self.algorithm.advantage.type!r} "
-                "compares the samples of one prompt with each other: every advantage would be 0; take 2 or more"
+                "compares the samples of one prompt with each other: every advantage would be 0; take 2 or more, or "
+                "advantage 'reinforce'"
+            )
+        if self.algorithm.overlong is not None and self.algorithm.overlong.buffer > self.sampling.max_tokens:
+            raise ValueError(
+                f"algorithm.overlong.buffer {self.algorithm.overlong.buffer} > sampling.max_tokens "
+                f"{self.sampling.max_tokens}: every answer would be too long; take 1 to {self.sampling.max_tokens}"
             )
         if self.algorithm.mini_batches > self.trajectories_per_step:
             raise ValueError(

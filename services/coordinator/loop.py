@@ -41,7 +41,7 @@ from antiphon.types.v1 import policy_pb2, progress_pb2
 from services.common import trace
 from services.common.errors import Expired, Internal, Unavailable
 from services.coordinator import scoring
-from services.coordinator.algorithms import Estimator
+from services.coordinator.algorithms.estimators import Estimator
 from services.coordinator.batch import Batch, build_batch
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.data import Order
@@ -52,6 +52,7 @@ from services.coordinator.identity import PromptKey
 from services.coordinator.ledger import Ledger
 from services.coordinator.metrics import MetricsFile, batch_metrics, step_metrics
 from services.coordinator.publication import Publication, Published
+from services.coordinator.reference import Reference
 from services.coordinator.resuming import StoredGroup
 from services.coordinator.sampling import Sampler
 from services.coordinator.schedule import Counts, Schedule
@@ -74,6 +75,7 @@ class Loop:
         order: Order,
         sampler: Sampler,
         scorer: Scorer,
+        reference: Reference | None,
         schedule: Schedule,
         estimator: Estimator,
         workers: Workers,
@@ -94,6 +96,7 @@ class Loop:
         self._episode = SingleTurn(sampler, scorer, ledger, config, self._tell)
         self._schedule = schedule
         self._estimator = estimator
+        self._reference = reference
         self._workers = workers
         self._publication = publication
         self._ledger = ledger
@@ -246,14 +249,20 @@ class Loop:
     async def _train(self, step: int, groups: list[Group]) -> dict[str, float]:
         config = self._config
         started = time.monotonic()
+        reference = None
+        if self._reference is not None:
+            async with within(config.score_seconds, f"reference log-probs of step {step}"):
+                reference = await self._reference.logprobs(groups, config.score_seconds)
+        referred = time.monotonic()
         batch = await asyncio.to_thread(
             build_batch,
             step,
             groups,
             self._estimator,
             config.algorithm,
-            temperature=config.sampling.temperature,
+            sampling=config.sampling,
             seed=self._seed,
+            reference=reference,
         )
         await self._ledger.record_batch(batch)
         built = time.monotonic()
@@ -271,7 +280,9 @@ class Loop:
             self._groups.popleft()
         if skipped := sum(update.skipped for update in result.updates):
             self._events.notice("warning", f"step {step}: {skipped} Update(s) left out: the gradient was not finite")
-        times = {"time/batch": built - started, "time/train": time.monotonic() - built}
+        times = {"time/batch": built - referred, "time/train": time.monotonic() - built}
+        if self._reference is not None:
+            times["time/reference"] = referred - started
         return batch_metrics(groups, batch) | step_metrics(result) | times
 
     async def _publish(self, step: int) -> Published:

@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from antiphon.learner.v1 import learner_pb2
@@ -64,7 +64,12 @@ def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]
     cut = sum(trajectory.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH for trajectory in trajectories)
-    advantages = list(batch.advantages.values())
+    advantages = [
+        advantage
+        for row in batch.trajectories
+        for advantage, trained in zip(row.advantages, row.loss_mask, strict=True)
+        if trained
+    ]
     numbers = {
         "reward": _mean(scores),
         "reward_std": statistics.stdev(scores) if len(scores) > 1 else 0.0,
@@ -79,6 +84,7 @@ def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         "trajectories": float(len(trajectories)),
         "trajectories_trained": float(len(batch.trajectories)),
         "trajectories_without_tokens": float(batch.without_tokens),
+        "trajectories_masked": float(batch.masked),
         "score_failures": float(sum(len(group.failures) for group in groups)),
         "tokens": float(sum(lengths)),
         "tokens_trained": float(sum(sum(row.loss_mask) for row in batch.trajectories)),
@@ -103,6 +109,7 @@ def step_metrics(result: learner_pb2.StepResult) -> dict[str, float]:
         "clip_ratio": per_token([update.clip_fraction for update in applied]),
         "ratio/mean": per_token([update.ratio_mean for update in applied]),
         "ratio/max": max((update.ratio_max for update in applied), default=math.nan),
+        **_correction_metrics(applied, per_token),
         "updates": float(len(applied)),
         "updates_skipped": float(len(result.updates) - len(applied)),
         "mismatch_kl_k3": result.mismatch_kl_k3,
@@ -110,6 +117,23 @@ def step_metrics(result: learner_pb2.StepResult) -> dict[str, float]:
         "mismatch_ratio": result.behavior_ratio,
         "time/train_ranks": result.seconds,
     }
+
+
+def _correction_metrics(
+    applied: Sequence[learner_pb2.UpdateMetrics], per_token: Callable[[Sequence[float]], float]
+) -> dict[str, float]:
+    """What a correction and a KL loss saw; nothing where there is none."""
+    numbers: dict[str, float] = {}
+    if any(update.correction_max for update in applied):
+        numbers |= {
+            "correction/mean": per_token([update.correction_mean for update in applied]),
+            "correction/max": max(update.correction_max for update in applied),
+            "correction/effective_share": per_token([update.effective_share for update in applied]),
+            "correction/silenced_share": per_token([update.silenced_share for update in applied]),
+        }
+    if any(update.kl for update in applied):
+        numbers["kl"] = per_token([update.kl for update in applied])
+    return numbers
 
 
 def _part_means(groups: Sequence[Group]) -> dict[str, float]:

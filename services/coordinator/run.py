@@ -38,6 +38,7 @@ from services.coordinator.ledger import Ledger
 from services.coordinator.loop import Loop
 from services.coordinator.metrics import MetricsFile, step_metrics
 from services.coordinator.publication import Publication
+from services.coordinator.reference import Reference
 from services.coordinator.resuming import Stored, catch_up, read_stored, require_same_data
 from services.coordinator.sampling import Sampler
 from services.coordinator.schedule import SCHEDULES
@@ -132,6 +133,7 @@ class Run:
             workers, inputs.text, tries=self._config.score_tries, calls_per_worker=self._config.calls_per_worker
         )
         await interrupting(scorer.resolve(self._config.scorer))
+        reference = await interrupting(self._find_reference(workers, inputs.text))
         order = Order(*inputs.training, seed=self._service.seed, shuffle=self._config.data.shuffle)
         stored, ledger = self._stored, self._open_ledger(order)
         self._metrics = MetricsFile(self._service.run_dir / "metrics.jsonl")
@@ -173,6 +175,7 @@ class Run:
             order=order,
             sampler=sampler,
             scorer=scorer,
+            reference=reference,
             schedule=SCHEDULES[self._config.schedule](),
             estimator=make_estimator(self._config.algorithm),
             workers=workers,
@@ -257,6 +260,17 @@ class Run:
         for result in replayed:
             if result.step_id not in metrics.steps:  # the run ended between the Step and its line
                 metrics.write(result.step_id, result.policy.version, step_metrics(result))
+
+    async def _find_reference(self, workers: Workers, text: Text) -> Reference | None:
+        """The reference model, where the objective reads one."""
+        if self._config.algorithm.kl is None:
+            return None
+        reference = Reference(workers, text.vocabulary_digest, temperature=self._config.sampling.temperature)
+        path = await reference.check()
+        self.events.notice(
+            "info", f"KL to the reference model {path}, {self._config.algorithm.kl.estimator} in the loss"
+        )
+        return reference
 
     async def _publish_first(self, publication: Publication) -> None:
         """Engines start STALE: the version that the run begins with reaches them as every other version does."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from services.common.digest import digest_vocabulary
 from services.common.errors import ConfigError
 from services.coordinator.chat_template import ChatTemplate, Message
 
@@ -29,6 +30,8 @@ class Text:
         config = {**_read_json(folder / "special_tokens_map.json"), **config}
         self.special_tokens = {name: _content(config[name]) for name in SPECIAL_NAMES if config.get(name)}
         self._tokenizer = _load_tokenizer(folder)
+        # Before tokens are added: what tokenizer.json says, which is what others read of it.
+        self.vocabulary_digest = digest_vocabulary(self._tokenizer.get_vocab(with_added_tokens=True))
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         extra = list(extra.values()) if isinstance(extra, dict) else extra
         self._add_missing([*self.special_tokens.values(), *(_content(token) for token in extra)])

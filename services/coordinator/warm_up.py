@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from antiphon.learner.v1 import learner_pb2
 
 from services.common.digest import digest_messages
-from services.coordinator.batch import objective, plan_updates
+from services.coordinator.algorithms.objectives import objective
+from services.coordinator.batch import plan_updates
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.data import Dataset
 
@@ -28,6 +29,8 @@ def longest_batch(
             token_ids=[prompt[(number + place) % asked] for place in range(asked + answered)],
             loss_mask=mask,
             advantages=[float(inside) for inside in mask],
+            behavior_logprobs=[0.0] * len(mask),
+            reference_logprobs=[0.0] * len(mask) if config.algorithm.kl is not None else (),
         )
         for number in range(config.trajectories_per_step)
     ]
@@ -36,7 +39,7 @@ def longest_batch(
     header = learner_pb2.StepHeader(
         step_id=step,
         batch_digest=digest_messages(rows),
-        policy=objective(algorithm, config.sampling.temperature),
+        policy=objective(algorithm, config.sampling),
         updates=updates[:1],
         trajectory_count=len(rows),
         dry_run=True,

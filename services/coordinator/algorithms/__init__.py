@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from services.coordinator.algorithms.advantages import Estimate
+from services.coordinator.algorithm_settings import AlgorithmConfig
 from services.coordinator.algorithms.advantages.grpo import grpo
-from services.coordinator.config import AlgorithmConfig
+from services.coordinator.algorithms.advantages.reinforce import reinforce
+from services.coordinator.algorithms.advantages.rloo import rloo
+from services.coordinator.algorithms.estimators import Estimator
 
-Estimator = Callable[[Sequence[float | None]], Estimate]
-"""Rewards of one group, None where a row takes no part, to the advantages of its rows."""
+centred = partial(grpo, norm_by_std=False)
+"""R - mean of the group."""
 
-
-def _grpo(config: AlgorithmConfig) -> Estimator:
-    return lambda rewards_G: grpo(rewards_G, norm_by_std=config.advantage.norm_by_std)
-
-
-_ESTIMATORS: dict[str, Callable[[AlgorithmConfig], Estimator]] = {"grpo": _grpo}
+ESTIMATORS: dict[str, Callable[[Any], Estimator]] = {
+    "grpo": lambda options: Estimator(partial(grpo, norm_by_std=options.norm_by_std), compares=True),
+    "dr_grpo": lambda options: Estimator(centred, compares=True),
+    "rloo": lambda options: Estimator(rloo, compares=True),
+    "reinforce": lambda options: Estimator(reinforce, compares=False, gamma=options.gamma, whitens=True),
+    "reinforce_baseline": lambda options: Estimator(centred, compares=True, whitens=True),
+}
+"""By `algorithm.advantage.type`; each is made from that section."""
 
 
 def make_estimator(config: AlgorithmConfig) -> Estimator:
     """The advantage estimator that the configuration names."""
-    return _ESTIMATORS[config.advantage.type](config)
+    return ESTIMATORS[config.advantage.type](config.advantage)

@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 
 from services.common.digest import digest_messages
 from services.common.errors import Conflict, Internal, Unavailable
+from services.coordinator.algorithm_settings import AlgorithmConfig
 from services.coordinator.algorithms import make_estimator
 from services.coordinator.algorithms.controls import shuffled_rewards
 from services.coordinator.batch import Batch, build_batch, plan_updates
-from services.coordinator.config import AlgorithmConfig
+from services.coordinator.config import SamplingConfig
 from services.coordinator.data import Prompt
 from services.coordinator.groups import Group, GroupState
 from services.coordinator.identity import PromptKey, TrajectoryKey
 from services.coordinator.metrics import batch_metrics, step_metrics
 
 SAMPLES = 3
+MAX_TOKENS = 8
 
 
 def group(row: int, epoch: int = 0) -> Group:
@@ -114,7 +116,8 @@ def test_what_does_not_belong_is_refused() -> None:
 
 def build(groups: list[Group], seed: int = 0, **algorithm: Any) -> Batch:
     config = AlgorithmConfig(**algorithm)
-    return build_batch(1, groups, make_estimator(config), config, temperature=0.7, seed=seed)
+    sampling = SamplingConfig(temperature=0.7, max_tokens=MAX_TOKENS)
+    return build_batch(1, groups, make_estimator(config), config, sampling=sampling, seed=seed)
 
 
 def first_advantages(batch: Batch) -> dict[str, float]:
@@ -233,3 +236,43 @@ def test_a_plan_trains_every_row_once_an_epoch(lengths: list[int], epochs: int, 
             assert update.token_count == sum(lengths[int(i[2:])] for i in update.trajectory_ids)
     again = plan_updates(rows, epochs=epochs, mini_batches=mini_batches, seed=seed, step=1)
     assert updates == again
+
+
+def test_answers_that_were_cut_and_long_ones() -> None:
+    """By hand: lengths 2, 8, 7 of 8, the second cut; a buffer of 4 takes 0, 1, 0.75 of the rewards 1, 3, 2."""
+    made = group(0)
+    for sample, length in enumerate((2, 8, 7)):
+        made.add_trajectory(trajectory(made, sample, length))
+    made.trajectories[1].finish_reason = trajectory_pb2.FINISH_REASON_LENGTH
+    made.add_answers([answer(made, sample, value) for sample, value in enumerate((1.0, 3.0, 2.0))])
+    centred = {"advantage": {"type": "grpo", "norm_by_std": False}}
+
+    def advantages(**algorithm: Any) -> list[float]:
+        return list(first_advantages(build([made], **centred, **algorithm)).values())
+
+    assert advantages() == pytest.approx([-1.0, 1.0, 0.0])
+    assert advantages(overlong={"buffer": 4}) == pytest.approx([1 - 17 / 12, 2 - 17 / 12, 1.25 - 17 / 12])
+    assert advantages(truncated="penalise", truncated_penalty=2.0) == pytest.approx([-1 / 3, -1 / 3, 2 / 3])
+    assert advantages(truncated="mask") == pytest.approx([-0.5, 0.5])
+    batch = build([made], truncated="mask", **centred)
+    assert (batch.masked, batch.without_tokens, batch.header.updates[0].token_count) == (1, 0, 9)
+    every = group(1)
+    for sample in range(SAMPLES):
+        every.add_trajectory(trajectory(every, sample))
+        every.trajectories[sample].finish_reason = trajectory_pb2.FINISH_REASON_LENGTH
+    every.add_answers([answer(every, sample, float(sample)) for sample in range(SAMPLES)])
+    with pytest.raises(Unavailable, match="every scored answer of 1 groups was cut, and truncated is 'mask'"):
+        build([every], truncated="mask")
+
+
+def test_reference_log_probs_go_with_their_rows() -> None:
+    groups = [finished(0, [1.0, 0.0, None]), finished(1, [1.0, 0.0, 2.0])]
+    reference = {
+        TrajectoryKey(g.key, s): [float(g.key.row), float(s), 0.0, 0.0] for g in groups for s in range(SAMPLES)
+    }
+    config = AlgorithmConfig(kl={"coefficient": 0.1})
+    sampling = SamplingConfig(max_tokens=MAX_TOKENS)
+    batch = build_batch(1, groups, make_estimator(config), config, sampling=sampling, seed=0, reference=reference)
+    found = {row.trajectory_id: tuple(row.reference_logprobs)[:2] for row in batch.trajectories}
+    assert found == {f"train/0/{r}/{s}": (r, s) for r, s in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2))}
+    assert batch.header.policy.kl.coefficient == pytest.approx(0.1)

@@ -61,7 +61,7 @@ def batch(step: int, rows: list[int], digest: int = 0) -> Batch:
         for sample in range(SAMPLES)
     ]
     header = learner_pb2.StepHeader(step_id=step, batch_digest=bytes([digest] * 32))
-    return Batch(header, messages, {}, 0, 0)
+    return Batch(header, messages, {}, 0, 0, 0)
 
 
 def result(step: int, version: int | None = None) -> learner_pb2.StepResult:

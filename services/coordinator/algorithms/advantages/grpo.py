@@ -1,10 +1,9 @@
 """Group-relative advantages: each answer against its siblings.
 
-    A_i = (R_i - mean_G) / (std_G + 1e-6), clipped to [-10, 10]; without norm_by_std: A_i = R_i - mean_G, clipped.
+    A_i = (R_i - mean_G) / (std_G + 1e-6); without norm_by_std: A_i = R_i - mean_G.
 
 Source: Shao et al. 2024, DeepSeekMath, section 4.1; docs/math.md, Advantages and Order of events. std is unbiased
 (G - 1) and two-pass, in float64: the one-pass form cancels and makes thousands of a group of equal rewards and one odd.
-Not covered here: placing the advantage on tokens (algorithms/placement.py), whitening (this estimator has none).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Sequence
 from services.coordinator.algorithms.advantages import Estimate
 
 STD_FLOOR = 1e-6
-CLIP = 10.0
 
 
 def grpo(rewards_G: Sequence[float | None], *, norm_by_std: bool = True) -> Estimate:
@@ -34,5 +32,4 @@ def grpo(rewards_G: Sequence[float | None], *, norm_by_std: bool = True) -> Esti
     if norm_by_std:
         variance = math.fsum((reward - mean) ** 2 for reward in present) / (len(present) - 1)
         scale = math.sqrt(variance) + STD_FLOOR
-    advantages = [0.0 if r is None else max(-CLIP, min(CLIP, (r - mean) / scale)) for r in rewards_G]
-    return Estimate(advantages, signal=True)
+    return Estimate([0.0 if reward is None else (reward - mean) / scale for reward in rewards_G], signal=True)
