@@ -131,7 +131,7 @@ def problems(recipe: Recipe, *, resuming: bool = False) -> list[str]:
 
     A run that is taken up again has its folder already.
     """
-    checks = [_missing_files, _data, _model_folders, _lengths, _gpus, _scorer, _nats]
+    checks = [_missing_files, _data, _model_folders, _lengths, _gpus, _scorer, _reference, _nats]
     if not resuming:
         checks.append(_run_folder)
     return [problem for check in checks for problem in check(recipe)]
@@ -265,6 +265,15 @@ def _scorer(recipe: Recipe) -> list[str]:
             return []
     known = ", ".join(s.name if s.version is None else f"{s.name}@{s.version}" for s in recipe.reward.scorers)
     return [f"coordinator.scorer: no scorer {recipe.coordinator.scorer!r} in reward.scorers; there is {known}"]
+
+
+def _reference(recipe: Recipe) -> list[str]:
+    if recipe.coordinator.algorithm.kl is None or recipe.reward.reference is not None:
+        return []
+    return [
+        "coordinator.algorithm.kl: there is no reference model; `reward.reference: {}` takes the one that the run "
+        "begins with, reward.reference.path another"
+    ]
 
 
 def _nats(recipe: Recipe) -> list[str]:

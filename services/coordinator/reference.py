@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from services.common.errors import ConfigError, Conflict
+from services.common.errors import ConfigError, Conflict, Unavailable
 from services.coordinator.groups import Group
 from services.coordinator.identity import TrajectoryKey
 from services.coordinator.trajectories import key_of
@@ -29,10 +29,10 @@ class Reference:
         """The path of the model. Raises ConfigError where a worker has none, or they have different ones."""
         found = {worker.worker_id: await worker.reference_info() for worker in self._workers.rewards()}
         without = sorted(name for name, info in found.items() if info is None)
-        if without or not found:
-            raise ConfigError(
-                f"algorithm.kl: {', '.join(without) or 'no reward worker'} has no reference model; set reward.reference"
-            )
+        if without:
+            raise ConfigError(f"algorithm.kl: {', '.join(without)} has no reference model; set reward.reference")
+        if not found:
+            raise Unavailable("algorithm.kl: no reward worker is alive, and the reference model is there")
         infos = {name: info for name, info in found.items() if info is not None}
         if len({info.digest for info in infos.values()}) != 1:
             held = ", ".join(f"{name} {info.path} {info.digest:016x}" for name, info in sorted(infos.items()))

@@ -120,6 +120,7 @@ def test_what_does_not_parse_is_named(folder: Path, assignment: str, message: st
     ("assignments", "message"),
     [
         (["coordinator.scorer=other"], "coordinator.scorer: no scorer 'other' in reward.scorers; there is exact"),
+        (["coordinator.algorithm.kl.coefficient=0.1"], "`reward.reference: {}` takes the one that the run begins with"),
         (["coordinator.data.path=x.jsonl"], "coordinator.data.path: no such file"),
         (["coordinator.evaluation.path=x.jsonl"], "coordinator.evaluation.path: no such file"),
         (["coordinator.data.path=trian.jsonl"], "trian.jsonl; did you mean "),
