@@ -18,7 +18,7 @@ from antiphon.learner.v1 import learner_pb2
 from antiphon.types.v1 import trajectory_pb2
 
 from services.coordinator.batch import Batch
-from services.coordinator.groups import Group
+from services.coordinator.groups import Group, GroupState
 
 
 class MetricsFile:
@@ -55,7 +55,7 @@ def _steps_in(path: Path) -> set[int]:
 
 
 def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
-    """What the groups of a Step were like, as sampled and scored.
+    """What the groups of a Step were like, as sampled and scored; with a filter, before it took any out.
 
     reward, reward_std: over every scored trajectory (std unbiased). frac_reward_zero_std: share of groups whose raw
     scores are all equal. completions/*: over every sampled trajectory, lengths in sampled tokens, cut ones included.
@@ -84,6 +84,16 @@ def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         "tokens_trained": float(sum(sum(row.loss_mask) for row in batch.trajectories)),
     }
     return numbers | _part_means(groups)
+
+
+def filter_metrics(groups: Sequence[Group], kept: Sequence[Group]) -> dict[str, float]:
+    """What a filter took out of the groups that were sampled for a Step; those without any score are not its doing."""
+    filtered = sum(group.state is GroupState.FILTERED for group in groups)
+    return {
+        "filter/prompts_sampled": float(len(groups)),
+        "filter/filtered_share": filtered / len(groups),
+        "filter/groups_trained": float(len(kept)),
+    }
 
 
 def step_metrics(result: learner_pb2.StepResult) -> dict[str, float]:

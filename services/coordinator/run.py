@@ -26,7 +26,7 @@ from services.common.client import new_request_id
 from services.common.config import ProcessConfig
 from services.common.errors import AntiphonError, ConfigError, Conflict
 from services.coordinator import selfcheck
-from services.coordinator.algorithms import make_estimator
+from services.coordinator.algorithms import make_estimator, make_filter
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.clients import LearnerClient, RolloutClient
 from services.coordinator.config import CoordinatorConfig
@@ -175,6 +175,7 @@ class Run:
             scorer=scorer,
             schedule=SCHEDULES[self._config.schedule](),
             estimator=make_estimator(self._config.algorithm),
+            keeps=make_filter(self._config.filter),
             workers=workers,
             publication=publication,
             ledger=ledger,
@@ -184,6 +185,7 @@ class Run:
             evaluate=lambda step: self._evaluate(evaluations, step),
             save=lambda step: checkpoints.after_step(step, workers.learner()),
             waiting=stored.waiting if stored else {},
+            position=stored.next_admission if stored else 0,
         )
         await self._loop.run()
         if self._config.evaluation and self._config.evaluation.at_end:
