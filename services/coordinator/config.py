@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -341,6 +341,32 @@ class CheckpointConfig(Config):
     seconds: float = Field(default=600.0, gt=0.0, description="for one to be written, or loaded")
 
 
+class TensorBoardSink(Config):
+    """Event files in <run folder>/tensorboard."""
+
+    library: ClassVar[str] = "tensorboard"
+    type: Literal["tensorboard"]
+
+
+class WandbSink(Config):
+    """Weights & Biases; what it needs to know beside comes from its own variables (WANDB_API_KEY, WANDB_MODE, …)."""
+
+    library: ClassVar[str] = "wandb"
+    type: Literal["wandb"]
+    project: str = Field(default="antiphon", min_length=1)
+
+
+class TrackioSink(Config):
+    """trackio, on this machine or on a server of one's own (TRACKIO_SERVER_URL)."""
+
+    library: ClassVar[str] = "trackio"
+    type: Literal["trackio"]
+    project: str = Field(default="antiphon", min_length=1)
+
+
+SinkConfig = TensorBoardSink | WandbSink | TrackioSink
+
+
 class CoordinatorConfig(Config):
     """One run."""
 
@@ -360,6 +386,9 @@ class CoordinatorConfig(Config):
     evaluation: EvaluationConfig | None = None
     publication: PublicationConfig = PublicationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    sinks: tuple[Annotated[SinkConfig, Field(discriminator="type")], ...] = Field(
+        default=(), description="where metrics go beside metrics.jsonl: tensorboard, wandb, trackio"
+    )
     self_check: SelfCheckConfig = SelfCheckConfig()
     warm_up: bool = Field(
         default=True, description="before the first Step, one without effect on the longest rows that may come up"
@@ -393,6 +422,22 @@ class CoordinatorConfig(Config):
     def planned_updates(self) -> int:
         """Optimizer updates of the whole run: what a learning-rate schedule counts."""
         return self.steps * self.algorithm.epochs * self.algorithm.mini_batches
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _by_name(cls, sinks: Any) -> Any:
+        """The name of a sink alone means that sink with nothing set."""
+        if not isinstance(sinks, list | tuple):
+            return sinks
+        return [{"type": sink} if isinstance(sink, str) else sink for sink in sinks]
+
+    @field_validator("sinks")
+    @classmethod
+    def _one_of_each(cls, sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
+        kinds = [sink.type for sink in sinks]
+        if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise ValueError(f"{', '.join(twice)} is there twice; name each sink once")
+        return sinks
 
     @model_validator(mode="after")
     def _data_sets_have_names(self) -> CoordinatorConfig:

@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from antiphon.learner.v1 import learner_pb2
@@ -22,13 +22,15 @@ from services.coordinator.groups import Group, GroupState
 
 
 class MetricsFile:
-    """run_dir/metrics.jsonl: one object per line, appended and flushed."""
+    """run_dir/metrics.jsonl: one object per line, appended and flushed; then `on_line` is called, if it is set."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
         self.steps = _steps_in(path)
         """Those whose lines an earlier life of the run wrote."""
         self._file = path.open("a", encoding="utf-8")
+        self.on_line: Callable[[], None] = lambda: None
 
     def write(self, step: int, policy_version: int, numbers: Mapping[str, float]) -> None:
         """A line; a number that is not finite becomes null, since JSON has no other word for it."""
@@ -36,6 +38,7 @@ class MetricsFile:
         line.update({name: value if math.isfinite(value) else None for name, value in numbers.items()})
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+        self.on_line()
 
     def close(self) -> None:
         self._file.close()
