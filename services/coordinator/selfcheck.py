@@ -149,8 +149,9 @@ async def check_logprobs(
         raise Conflict(
             f"self-check, log-probabilities ({dtype}): mean |trainer - engine| {agreement.difference:.3g} (allowed "
             f"{tolerance:.3g}), mean ratio {agreement.ratio:.4f} (allowed 1 ± {config.ratio_tolerance}); worst at "
-            f"prompt {name}, position {t}, token {trajectories[name].token_ids[t]}: engine {sampled_by} {engine:.5f}, trainer "
-            f"{learner.worker_id} {trainer:.5f}; look at the weights of both, at the temperature and at the dtype"
+            f"prompt {name}, position {t}, token {trajectories[name].token_ids[t]}: engine {sampled_by} {engine:.5f}, "
+            f"trainer {learner.worker_id} {trainer:.5f}; look at the weights of both, at the temperature and at the "
+            "dtype"
         )
     return _measure(gaps)
 
