@@ -120,6 +120,8 @@ async def test_a_filter_that_takes_nothing_out_changes_nothing(story: Story, tmp
 
 @pytest.mark.parametrize("when_exhausted", ["train", "fail"])
 async def test_at_the_bound_a_step_trains_on_what_it_has_or_the_run_ends(story: Story, when_exhausted: str) -> None:
+    """cases.md D10: what was kept is trained, not thrown away; or it is said that it is not."""
+
     def one_row(candidate: reward_pb2.Candidate) -> float:
         return float(candidate.sample_number) if candidate.prompt_id.row == 1 else 1.0
 
@@ -140,6 +142,7 @@ async def test_at_the_bound_a_step_trains_on_what_it_has_or_the_run_ends(story: 
 
 
 async def test_a_data_set_whose_every_group_is_filtered_ends_with_the_reason(story: Story) -> None:
+    """cases.md D05."""
     outcome = await story.live(lambda candidate: 1.0)
     assert outcome.ended.outcome == "failed"
     for part in ("step 1: 0 of 2 groups are left of 10 prompts", "1 to 1", "neither too easy nor too hard"):

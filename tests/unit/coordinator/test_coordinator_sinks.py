@@ -1,4 +1,7 @@
-"""Sinks of metrics: every line once, in order, over several lives; whatever a sink does, nobody waits for it."""
+"""Sinks of metrics: every line once, in order, over several lives; whatever a sink does, nobody waits for it.
+
+cases.md U08, and the axis of steps of U10.
+"""
 
 from __future__ import annotations
 
