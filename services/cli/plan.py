@@ -149,6 +149,14 @@ def _model(recipe: Recipe, size: ModelSize | None, shape: Shape | None) -> str:
     return f"{recipe.model.path}{family} {count}; {recipe.model.dtype}"
 
 
+def _filter_sizes(run: CoordinatorConfig) -> list[Size]:
+    if run.filter is None:
+        return []
+    most = run.most_prompts_per_step
+    equation = f"prompts_per_step + filter.most_extra_prompts = {run.prompts_per_step} + {most - run.prompts_per_step}"
+    return [Size("prompts sampled per Step, at most", most, equation)]
+
+
 def _sizes(recipe: Recipe) -> list[Size]:
     run, algorithm = recipe.coordinator, recipe.coordinator.algorithm
     trajectories, row = run.trajectories_per_step, plan_memory.longest_row(recipe)
@@ -159,6 +167,7 @@ def _sizes(recipe: Recipe) -> list[Size]:
             trajectories,
             f"prompts_per_step x samples_per_prompt = {run.prompts_per_step} x {run.samples_per_prompt}",
         ),
+        *_filter_sizes(run),
         Size("trajectories of the run", run.steps * trajectories, f"steps x that = {run.steps} x {trajectories}"),
         Size(
             "Updates planned",

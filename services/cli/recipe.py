@@ -6,6 +6,7 @@ relative to the current directory; the resolved recipe that is kept with the run
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from services.learner.config import LearnerConfig
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
+INSTALL_SINKS = ".venv/bin/uv pip install --python .venv/bin/python --no-deps -r deploy/constraints/sinks.lock"
 PROBE_TOKENS = 32
 """What a learner sends with a publication (services/learner/publishing.py)."""
 # The tail of a run id, "-" and six digits, is added to the name.
@@ -131,7 +133,7 @@ def problems(recipe: Recipe, *, resuming: bool = False) -> list[str]:
 
     A run that is taken up again has its folder already.
     """
-    checks = [_missing_files, _data, _model_folders, _lengths, _gpus, _scorer, _nats]
+    checks = [_missing_files, _data, _model_folders, _lengths, _gpus, _scorer, _sinks, _nats]
     if not resuming:
         checks.append(_run_folder)
     return [problem for check in checks for problem in check(recipe)]
@@ -265,6 +267,21 @@ def _scorer(recipe: Recipe) -> list[str]:
             return []
     known = ", ".join(s.name if s.version is None else f"{s.name}@{s.version}" for s in recipe.reward.scorers)
     return [f"coordinator.scorer: no scorer {recipe.coordinator.scorer!r} in reward.scorers; there is {known}"]
+
+
+def _sinks(recipe: Recipe) -> list[str]:
+    """Those whose library is not installed."""
+    return [
+        f"coordinator.sinks: {sink.type} needs the library {sink.library}, which is not installed: {INSTALL_SINKS}"
+        for sink in recipe.coordinator.sinks
+        if not _is_installed(sink.library)
+    ]
+
+
+def _is_installed(library: str) -> bool:
+    """Not so where there is only a folder of that name: W&B leaves one wherever it was used."""
+    spec = importlib.util.find_spec(library)
+    return spec is not None and spec.origin is not None
 
 
 def _nats(recipe: Recipe) -> list[str]:

@@ -29,6 +29,7 @@ FIXED = (
     "coordinator.prompts_per_step",
     "coordinator.samples_per_prompt",
     "coordinator.algorithm",
+    "coordinator.filter",
     "coordinator.scorer",
 )
 """Sections and keys that stay as the run began."""

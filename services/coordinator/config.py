@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -213,6 +213,38 @@ class AlgorithmConfig(Config):
     )
 
 
+class FilterConfig(Config):
+    """What becomes of a Step whose groups are filtered: further prompts are sampled, one for each that leaves."""
+
+    most_extra_prompts: int | None = Field(
+        default=None, ge=1, description="further prompts sampled for one Step at most; null: 4 x prompts_per_step"
+    )
+    when_exhausted: Literal["train", "fail"] = Field(
+        default="train", description="a Step whose further prompts are used up: train on the groups it has, or fail"
+    )
+
+
+class SpreadFilter(FilterConfig):
+    """Trains on groups whose scores differ; docs/math.md, Filters."""
+
+    type: Literal["spread"]
+    tolerance: float = Field(default=0.0, ge=0.0, description="highest - lowest score that still counts as equal")
+
+
+class MeanFilter(FilterConfig):
+    """Trains on groups whose mean score is inside an open interval; docs/math.md, Filters."""
+
+    type: Literal["mean"]
+    above: float = 0.0
+    below: float = 1.0
+
+    @model_validator(mode="after")
+    def _is_an_interval(self) -> MeanFilter:
+        if self.above >= self.below:
+            raise ValueError(f"no mean is above {self.above} and below {self.below}")
+        return self
+
+
 class HeldoutSource(SourceConfig):
     """One data set of held-out prompts. Without columns of its own it has those of `data`, if that is one data set."""
 
@@ -309,6 +341,32 @@ class CheckpointConfig(Config):
     seconds: float = Field(default=600.0, gt=0.0, description="for one to be written, or loaded")
 
 
+class TensorBoardSink(Config):
+    """Event files in <run folder>/tensorboard."""
+
+    library: ClassVar[str] = "tensorboard"
+    type: Literal["tensorboard"]
+
+
+class WandbSink(Config):
+    """Weights & Biases; what it needs to know beside comes from its own variables (WANDB_API_KEY, WANDB_MODE, …)."""
+
+    library: ClassVar[str] = "wandb"
+    type: Literal["wandb"]
+    project: str = Field(default="antiphon", min_length=1)
+
+
+class TrackioSink(Config):
+    """trackio, on this machine or on a server of one's own (TRACKIO_SERVER_URL)."""
+
+    library: ClassVar[str] = "trackio"
+    type: Literal["trackio"]
+    project: str = Field(default="antiphon", min_length=1)
+
+
+SinkConfig = TensorBoardSink | WandbSink | TrackioSink
+
+
 class CoordinatorConfig(Config):
     """One run."""
 
@@ -319,12 +377,18 @@ class CoordinatorConfig(Config):
     prompts_per_step: int = Field(ge=1)
     samples_per_prompt: int = Field(ge=1)
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    filter: Annotated[SpreadFilter | MeanFilter, Field(discriminator="type")] | None = Field(
+        default=None, description="groups that are sampled and not trained; null: none"
+    )
     scorer: str = Field(description="name, or name@version, of a scorer of the reward service")
     failure_budget: float = Field(default=0.2, ge=0.0, le=1.0, description="share of a Batch that may go unscored")
     score_tries: int = Field(default=3, ge=1, description="times a group is sent to be scored when the machinery fails")
     evaluation: EvaluationConfig | None = None
     publication: PublicationConfig = PublicationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    sinks: tuple[Annotated[SinkConfig, Field(discriminator="type")], ...] = Field(
+        default=(), description="where metrics go beside metrics.jsonl: tensorboard, wandb, trackio"
+    )
     self_check: SelfCheckConfig = SelfCheckConfig()
     warm_up: bool = Field(
         default=True, description="before the first Step, one without effect on the longest rows that may come up"
@@ -347,9 +411,33 @@ class CoordinatorConfig(Config):
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
+    def most_prompts_per_step(self) -> int:
+        """Prompts that are sampled for one Step at most, those that a filter takes out included."""
+        if self.filter is None:
+            return self.prompts_per_step
+        extra = self.filter.most_extra_prompts
+        return self.prompts_per_step + (4 * self.prompts_per_step if extra is None else extra)
+
+    @property
     def planned_updates(self) -> int:
         """Optimizer updates of the whole run: what a learning-rate schedule counts."""
         return self.steps * self.algorithm.epochs * self.algorithm.mini_batches
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _by_name(cls, sinks: Any) -> Any:
+        """The name of a sink alone means that sink with nothing set."""
+        if not isinstance(sinks, list | tuple):
+            return sinks
+        return [{"type": sink} if isinstance(sink, str) else sink for sink in sinks]
+
+    @field_validator("sinks")
+    @classmethod
+    def _one_of_each(cls, sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
+        kinds = [sink.type for sink in sinks]
+        if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise ValueError(f"{', '.join(twice)} is there twice; name each sink once")
+        return sinks
 
     @model_validator(mode="after")
     def _data_sets_have_names(self) -> CoordinatorConfig:
@@ -360,6 +448,11 @@ class CoordinatorConfig(Config):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> CoordinatorConfig:
+        if self.filter is not None and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt is {self.samples_per_prompt}, and filter {self.filter.type!r} looks at how the "
+                "samples of one prompt differ: it would leave nothing to train on; take 2 or more, or no filter"
+            )
         if self.samples_per_prompt < 2:
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}, and advantage {self.algorithm.advantage.type!r} "

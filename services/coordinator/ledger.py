@@ -151,10 +151,18 @@ class Ledger:
 
         await self._write(write)
 
-    async def record_batch(self, batch: Batch) -> None:
-        """A Batch as it is about to be sent. Raises Conflict when one of its trajectories was in a Batch before."""
-        header = batch.header.SerializeToString(deterministic=True)
-        head = {"step": batch.step, "digest": batch.header.batch_digest, "header": header}
+    async def record_batch(self, batch: Batch, *, prompts_wanted: int, next_admission: int) -> None:
+        """A Batch as it is about to be sent, and the position in the order of the prompts where the next one begins.
+
+        Raises Conflict when one of its trajectories was in a Batch before.
+        """
+        head = {
+            "step": batch.step,
+            "digest": batch.header.batch_digest,
+            "header": batch.header.SerializeToString(deterministic=True),
+            "prompts_wanted": prompts_wanted,
+            "next_admission": next_admission,
+        }
         rows = [
             {
                 "trajectory_id": row.trajectory_id,

@@ -11,24 +11,26 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from antiphon.learner.v1 import learner_pb2
 from antiphon.types.v1 import trajectory_pb2
 
 from services.coordinator.batch import Batch
-from services.coordinator.groups import Group
+from services.coordinator.groups import Group, GroupState
 
 
 class MetricsFile:
-    """run_dir/metrics.jsonl: one object per line, appended and flushed."""
+    """run_dir/metrics.jsonl: one object per line, appended and flushed; then `on_line` is called, if it is set."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
         self.steps = _steps_in(path)
         """Those whose lines an earlier life of the run wrote."""
         self._file = path.open("a", encoding="utf-8")
+        self.on_line: Callable[[], None] = lambda: None
 
     def write(self, step: int, policy_version: int, numbers: Mapping[str, float]) -> None:
         """A line; a number that is not finite becomes null, since JSON has no other word for it."""
@@ -36,6 +38,7 @@ class MetricsFile:
         line.update({name: value if math.isfinite(value) else None for name, value in numbers.items()})
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+        self.on_line()
 
     def close(self) -> None:
         self._file.close()
@@ -55,7 +58,7 @@ def _steps_in(path: Path) -> set[int]:
 
 
 def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
-    """What the groups of a Step were like, as sampled and scored.
+    """What the groups of a Step were like, as sampled and scored; with a filter, before it took any out.
 
     reward, reward_std: over every scored trajectory (std unbiased). frac_reward_zero_std: share of groups whose raw
     scores are all equal. completions/*: over every sampled trajectory, lengths in sampled tokens, cut ones included.
@@ -84,6 +87,16 @@ def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         "tokens_trained": float(sum(sum(row.loss_mask) for row in batch.trajectories)),
     }
     return numbers | _part_means(groups)
+
+
+def filter_metrics(groups: Sequence[Group], kept: Sequence[Group]) -> dict[str, float]:
+    """What a filter took out of the groups that were sampled for a Step; those without any score are not its doing."""
+    filtered = sum(group.state is GroupState.FILTERED for group in groups)
+    return {
+        "filter/prompts_sampled": float(len(groups)),
+        "filter/filtered_share": filtered / len(groups),
+        "filter/groups_trained": float(len(kept)),
+    }
 
 
 def step_metrics(result: learner_pb2.StepResult) -> dict[str, float]:

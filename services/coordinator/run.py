@@ -9,6 +9,7 @@ checkpoint before. Where the run's ledger is there already, START takes it up (s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Sequence
@@ -26,7 +27,7 @@ from services.common.client import new_request_id
 from services.common.config import ProcessConfig
 from services.common.errors import AntiphonError, ConfigError, Conflict
 from services.coordinator import selfcheck
-from services.coordinator.algorithms import make_estimator
+from services.coordinator.algorithms import make_estimator, make_filter
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.clients import LearnerClient, RolloutClient
 from services.coordinator.config import CoordinatorConfig
@@ -42,6 +43,8 @@ from services.coordinator.resuming import Stored, catch_up, read_stored, require
 from services.coordinator.sampling import Sampler
 from services.coordinator.schedule import SCHEDULES
 from services.coordinator.scoring import Scorer
+from services.coordinator.sinks import Origin
+from services.coordinator.sinks.delivery import Delivery, close_deliveries, start_deliveries
 from services.coordinator.text import Text
 from services.coordinator.waits import Stopped, StopSignal, cancelled, within
 from services.coordinator.warm_up import longest_batch, told
@@ -49,6 +52,8 @@ from services.coordinator.workers import LEARNER, REWARD, ROLLOUT, Workers
 
 logger = logging.getLogger(__name__)
 
+# For what the sinks of metrics were not told yet, at the end.
+LAST_LINES_SECONDS, LAST_LINES_AT_STOP_SECONDS = 20.0, 3.0
 # An export after an error is worth a try, not a wait.
 EXPORT_AFTER_FAILURE_SECONDS = 60.0
 
@@ -71,6 +76,7 @@ class Run:
         self._checkpoints: Checkpoints | None = None
         self._ledger: Ledger | None = None
         self._metrics: MetricsFile | None = None
+        self._deliveries: list[Delivery] = []
 
     def stop(self, reason: str) -> None:
         """Ends the run after the work under way. Idempotent."""
@@ -118,7 +124,7 @@ class Run:
             if outcome != "finished":
                 exported = await self._export_if_possible(workers)
         finally:
-            await self._close(workers)
+            await self._close(workers, LAST_LINES_SECONDS if outcome == "finished" else LAST_LINES_AT_STOP_SECONDS)
             await cancelled(*helpers)
             self.events.end(outcome, reason, exported, self._current_policy)
             self._ended.set()
@@ -134,7 +140,7 @@ class Run:
         await interrupting(scorer.resolve(self._config.scorer))
         order = Order(*inputs.training, seed=self._service.seed, shuffle=self._config.data.shuffle)
         stored, ledger = self._stored, self._open_ledger(order)
-        self._metrics = MetricsFile(self._service.run_dir / "metrics.jsonl")
+        self._metrics = self._open_metrics()
         if stored is not None:
             await interrupting(self._catch_up(stored, workers.learner(), ledger, self._metrics))
         checkpoints = self._checkpoints = Checkpoints(
@@ -175,6 +181,7 @@ class Run:
             scorer=scorer,
             schedule=SCHEDULES[self._config.schedule](),
             estimator=make_estimator(self._config.algorithm),
+            keeps=make_filter(self._config.filter),
             workers=workers,
             publication=publication,
             ledger=ledger,
@@ -184,6 +191,7 @@ class Run:
             evaluate=lambda step: self._evaluate(evaluations, step),
             save=lambda step: checkpoints.after_step(step, workers.learner()),
             waiting=stored.waiting if stored else {},
+            position=stored.next_admission if stored else 0,
         )
         await self._loop.run()
         if self._config.evaluation and self._config.evaluation.at_end:
@@ -239,6 +247,26 @@ class Run:
             require_same_data(self._stored, order, self._config.samples_per_prompt)
             self._ledger = Ledger.open(self._ledger_path)
         return self._ledger
+
+    def _open_metrics(self) -> MetricsFile:
+        """The file, and whoever else is handed its lines."""
+        service = self._service
+        metrics = MetricsFile(service.run_dir / "metrics.jsonl")
+        loop = asyncio.get_running_loop()
+
+        def tell(level: str, message: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(self.events.notice, level, message)
+
+        origin = Origin(service.run_id, service.run_dir, self._config.model_dump(mode="json"))
+        self._deliveries = start_deliveries(self._config.sinks, origin, metrics.path, tell)
+
+        def on_line() -> None:
+            for delivery in self._deliveries:
+                delivery.news()
+
+        metrics.on_line = on_line
+        return metrics
 
     async def _catch_up(self, stored: Stored, learner: LearnerClient, ledger: Ledger, metrics: MetricsFile) -> None:
         config = self._config
@@ -452,9 +480,10 @@ class Run:
         logger.error("a bug", exc_info=error)
         return f"a bug in the coordinator: {type(error).__name__}: {error} [{worker_id}; see {log}]"
 
-    async def _close(self, workers: Workers) -> None:
+    async def _close(self, workers: Workers, seconds: float) -> None:
         await workers.close()
         if self._ledger is not None:
             await self._ledger.close()
         if self._metrics is not None:
             self._metrics.close()
+        await asyncio.to_thread(close_deliveries, self._deliveries, seconds)

@@ -75,6 +75,13 @@ def test_sizes_by_hand(recipe: Path) -> None:
     assert tree["seconds"] is None
 
 
+def test_what_a_filter_may_sample_more_is_told(recipe: Path) -> None:
+    tree = planned(recipe, "coordinator.prompts_per_step=4", "coordinator.filter={type: spread}")
+    assert {
+        key: size[key] for size in tree["sizes"] if size["name"].startswith("prompts") for key in ("name", "value")
+    } == {"name": "prompts sampled per Step, at most", "value": 20}
+
+
 def test_memory_on_a_cpu_by_hand(recipe: Path) -> None:
     tree = planned(recipe, "reward.reference={}", "rollout.kv_cache_gib=0.5")
     learner = parts(tree, "learner-0 rank 0")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.machinery
+import importlib.util
 import json
 import subprocess
 import sys
@@ -116,9 +118,33 @@ def test_what_does_not_parse_is_named(folder: Path, assignment: str, message: st
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("there", ["nothing", "a folder", "the library"])
+def test_a_sink_whose_library_is_not_installed_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    """A folder of that name is none: W&B leaves one wherever it was used."""
+    spec = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py" if there == "the library" else None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (None if there == "nothing" else spec) if name == "wandb" else find(name),
+    )
+    found = problems(read_recipe(written(folder), ["coordinator.sinks=[wandb]"]))
+    if there == "the library":
+        assert found == []
+    else:
+        (problem,) = found
+        assert problem.startswith("coordinator.sinks: wandb needs the library wandb, which is not installed: .venv/bin")
+
+
 @pytest.mark.parametrize(
     ("assignments", "message"),
     [
+        (
+            ["coordinator.sinks=[wandb]"],
+            "coordinator.sinks: wandb needs the library wandb, which is not installed: .venv",
+        ),
         (["coordinator.scorer=other"], "coordinator.scorer: no scorer 'other' in reward.scorers; there is exact"),
         (["coordinator.data.path=x.jsonl"], "coordinator.data.path: no such file"),
         (["coordinator.evaluation.path=x.jsonl"], "coordinator.evaluation.path: no such file"),

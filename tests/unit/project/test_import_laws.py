@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-HEAVY = ("torch", "vllm", "deepspeed", "transformers", "ray", "datasets", "pyarrow")
+HEAVY = (
+    "torch", "vllm", "deepspeed", "transformers", "ray", "datasets", "pyarrow", "tensorboard", "wandb", "trackio",
+)  # fmt: skip
 
 # Named for a heavy library, or for the model work that they do with one. Everything else must load without any.
 NAMED_FOR_IT = (
     "services.common.weights",
     "services.coordinator.data.arrow_rows",
     "services.coordinator.data.datasets_process",
+    "services.coordinator.sinks.tensorboard",
+    "services.coordinator.sinks.trackio",
+    "services.coordinator.sinks.wandb",
     "services.rollout.receiving",
     "services.rollout.sampling",
     "services.rollout.transformers_cache",
