@@ -43,13 +43,17 @@ KINDS = (
     ("rollout worker of {engine}", r"-m services\.rollout"),
 )
 """Name and what its command line has; the first that fits."""
+OTHERS = "others"
+"""A compiler that a library tries, and the like: gone long before a run takes its most."""
 
 
 def kind_of(command: str, engine: str) -> str:
-    """Raises RuntimeError for a process that is of no kind: it would not be counted."""
+    """OTHERS for a program that is none of ours. Raises RuntimeError for one of ours that would not be counted."""
     for name, pattern in KINDS:
         if re.search(pattern, command):
             return name.format(engine={"vllm": "vLLM"}.get(engine, engine))
+    if "python" not in command.partition(" ")[0]:
+        return OTHERS
     raise RuntimeError(f"a process of no kind that is known here: {command}")
 
 
@@ -143,7 +147,7 @@ def main() -> None:
             for kind, peaks in measure(Path(name), engine, arguments.steps).items():
                 seen.setdefault(kind, []).extend(peaks)
     result.samples = {f"{kind}, MiB": peaks for kind, peaks in seen.items()}
-    result.summary = {"highest_mib": {kind: max(peaks) for kind, peaks in seen.items()}}
+    result.summary = {"highest_mib": {kind: max(peaks) for kind, peaks in seen.items() if kind != OTHERS}}
     print(table([{"kind": kind, "processes": len(peaks), "MiB": max(peaks)} for kind, peaks in seen.items()]))
     print(f"written to {results.write(result, arguments.out)}")
 
