@@ -29,9 +29,9 @@ ENGINE_WORKSPACE_BYTES = 2 * GIB
 BY_ITSELF_MIB = {
     "command": 96,
     "NATS": 48,
-    "coordinator": 144,
+    "coordinator": 128,
     "reward worker": 96,
-    "scorer": 160,
+    "scorer": 128,
     "reference model": 576,
     "learner": 96,
     "rank of the learner": 704,
