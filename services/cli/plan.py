@@ -86,7 +86,7 @@ def plan(
         run_dir=recipe.run_dir,
         sizes=_sizes(recipe),
         model=_model(recipe, size, shape),
-        memory=[] if size is None else plan_memory.processes(recipe, size, shape, reference),
+        memory=[] if size is None else plan_memory.processes(recipe, size, shape, reference, _engine(recipe)),
         files=_files(recipe),
         network=_network(recipe),
         notes=[*notes, *_notes(recipe, size, shape, reference)],
@@ -108,7 +108,7 @@ def as_text(plan: Plan) -> str:
     lines = [f"run in {plan.run_dir}", f"model {plan.model}", "", "sizes"]
     lines += [f"  {size.name}: {size.value:,}  ({size.equation})" for size in plan.sizes]
     if plan.memory:
-        lines += ["", "memory, GiB (activations are a bound; the libraries themselves are not counted)"]
+        lines += ["", "memory, GiB (activations, and what processes take by themselves, are bounds)"]
         for process in plan.memory:
             lines.append(f"  {process.name} on {', '.join(process.places)}: {_gib(process.bytes)}")
             lines += [f"    {_gib(part.bytes):>8}  {part.name}  ({part.equation})" for part in process.parts]
@@ -136,6 +136,14 @@ def _seen(row: dict[str, Any]) -> str:
 
 def _gib(amount: int) -> str:
     return f"{amount / plan_memory.GIB:.2f}"
+
+
+def _engine(recipe: Recipe) -> str:
+    """The engine that is counted: where the recipe leaves it open and this machine has none, vLLM."""
+    try:
+        return chosen_engine(recipe.rollout)
+    except ConfigError:
+        return "vllm"
 
 
 def _measured(folder: Path) -> tuple[Shape | None, ModelSize | None]:

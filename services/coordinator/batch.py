@@ -14,7 +14,7 @@ from services.coordinator.algorithms import Estimator, controls, placement
 from services.coordinator.config import AlgorithmConfig
 from services.coordinator.groups import Group
 from services.coordinator.identity import TrajectoryKey
-from services.coordinator.trajectories import Trajectory, key_of
+from services.coordinator.trajectories import Trajectory, key_of, loss_mask, sampled_tokens
 
 _LOSSES = {"ppo": learner_pb2.POLICY_LOSS_PPO}
 _AGGREGATIONS = {"token": learner_pb2.AGGREGATION_TOKEN}
@@ -93,7 +93,7 @@ def plan_updates(
     One mini-batch keeps the canonical order; several are cut from an order shuffled anew in each epoch. N of an Update
     is the count of its own unmasked tokens. Fewer rows than mini-batches make fewer Updates: none is empty.
     """
-    tokens = {row.trajectory_id: sum(row.loss_mask) for row in rows}
+    tokens = {row.trajectory_id: sampled_tokens(row) for row in rows}
     parts = min(mini_batches, len(rows))
     updates = []
     for epoch in range(epochs):
@@ -122,12 +122,13 @@ def _advantages(
 
 
 def _row(key: TrajectoryKey, trajectory: Trajectory, advantage: float) -> learner_pb2.TrainTrajectory:
-    mask_T = list(trajectory.loss_mask)
+    mask_T = loss_mask(trajectory)
+    advantages_T = placement.discounted_sums(placement.on_last_trainable(advantage, mask_T), mask_T)
     return learner_pb2.TrainTrajectory(
         trajectory_id=str(key),
         token_ids=trajectory.token_ids,
-        loss_mask=mask_T,
+        loss_mask=trajectory.loss_mask,
         version_spans=trajectory.version_spans,
         behavior_logprobs=trajectory.behavior_logprobs,
-        advantages=placement.discounted_sums(placement.on_last_trainable(advantage, mask_T), mask_T),
+        advantages=advantages_T.tolist(),
     )

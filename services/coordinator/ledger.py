@@ -28,6 +28,7 @@ from services.coordinator.batch import Batch
 from services.coordinator.groups import Group, GroupState
 from services.coordinator.identity import PromptKey, TrajectoryKey
 from services.coordinator.ledger_schema import SCHEMA, SCHEMA_VERSION
+from services.coordinator.trajectories import sampled_tokens
 from services.coordinator.waits import within
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Ledger:
                     "group_id": str(prompt),
                     "sample": trajectory.sample_number,
                     "oldest_version": min((span.policy_version for span in trajectory.version_spans), default=-1),
-                    "sampled_tokens": sum(trajectory.loss_mask),
+                    "sampled_tokens": sampled_tokens(trajectory),
                     "message": trajectory.SerializeToString(deterministic=True),
                 }
             )

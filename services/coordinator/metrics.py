@@ -19,6 +19,7 @@ from antiphon.types.v1 import trajectory_pb2
 
 from services.coordinator.batch import Batch
 from services.coordinator.groups import Group, GroupState
+from services.coordinator.trajectories import sampled_tokens
 
 
 class MetricsFile:
@@ -65,7 +66,7 @@ def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     """
     scores = [a.score.value for group in groups for a in group.answers if a.WhichOneof("outcome") == "score"]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]
+    lengths = [sampled_tokens(trajectory) for trajectory in trajectories]
     cut = sum(trajectory.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH for trajectory in trajectories)
     advantages = list(batch.advantages.values())
     numbers = {
@@ -84,7 +85,7 @@ def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         "trajectories_without_tokens": float(batch.without_tokens),
         "score_failures": float(sum(len(group.failures) for group in groups)),
         "tokens": float(sum(lengths)),
-        "tokens_trained": float(sum(sum(row.loss_mask) for row in batch.trajectories)),
+        "tokens_trained": float(sum(map(sampled_tokens, batch.trajectories))),
     }
     return numbers | _part_means(groups)
 
