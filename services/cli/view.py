@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from antiphon.events.v1 import events_pb2
+from google.protobuf import json_format
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -189,11 +191,38 @@ class LiveView:
         return table
 
 
-def make_view(progress: RunProgress) -> View:
-    """Live on a terminal, plain lines where output goes elsewhere."""
-    if sys.stdout.isatty():
-        return LiveView(progress)
-    return PlainView(progress, sys.stdout)
+class JsonView:
+    """Events as they come, a JSON object each; lines go to another stream as {"line": …}."""
+
+    def __init__(self, progress: RunProgress, events: TextIO, lines: TextIO) -> None:
+        self._progress = progress
+        self._events = PlainView(progress, events)
+        self._lines = PlainView(progress, lines)
+
+    def line(self, text: str) -> None:
+        self._lines.line(json.dumps({"line": text}, ensure_ascii=False))
+
+    def note(self, event: events_pb2.RunEvent) -> None:
+        self._progress.note(event)
+        self._events.line(json_format.MessageToJson(event, indent=None))
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_view(progress: RunProgress, *, as_json: bool = False, stream: TextIO | None = None) -> View:
+    """Live on a terminal, plain lines where output goes elsewhere; JSON lines on stdout, others on stderr."""
+    stream = stream or sys.stdout
+    if as_json:
+        return JsonView(progress, stream, sys.stderr)
+    if stream.isatty():
+        from rich.console import Console
+
+        return LiveView(progress, Console(file=stream, highlight=False, markup=False))
+    return PlainView(progress, stream)
 
 
 def describe_evaluation(evaluated: events_pb2.Evaluated) -> str:

@@ -59,9 +59,21 @@ class Death:
 
 
 class LocalLauncher:
-    """The processes of one run. `modules` replaces the Python module of a kind of worker, for tests."""
+    """The processes of one run.
 
-    def __init__(self, recipe: Recipe, run_dir: Path, run_id: str, modules: Mapping[str, str] | None = None) -> None:
+    `modules` replaces the Python module of a kind of worker; kinds in `without` are not started.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        run_id: str,
+        modules: Mapping[str, str] | None = None,
+        *,
+        without: frozenset[str] = frozenset(),
+    ) -> None:
+        self._without = without
         self._recipe = recipe
         self._run_dir = run_dir
         self._run_id = run_id
@@ -83,6 +95,8 @@ class LocalLauncher:
         if not self.nats_url:
             await self._start_nats()
         for kind, count, settings in self._workers():
+            if kind in self._without:
+                continue
             for number in range(count):
                 await self._start_worker(kind, number, settings)
 

@@ -39,6 +39,7 @@ NAMED_FOR_IT = (
     "services.learner.dry_stepping",
     "services.learner.step_tokens",
     "services.learner.varlen_attention",
+    "services.learner.checkpoint_export",
     "services.learner.checkpoint_slices",
     "services.learner.rank_checkpoint",
     "services.learner.memory_peak",
