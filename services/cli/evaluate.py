@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli import errand, export
+from services.cli.preflight import lacks
 from services.cli.recipe import Recipe, problems, read_recipe
 from services.cli.subject import Subject, find_subject, weights_of_run
 from services.cli.told import NoEvaluation
@@ -132,7 +133,7 @@ def checked(path: Path, assignments: list[str]) -> Recipe:
     recipe = read_recipe(path, assignments)
     if recipe.coordinator.evaluation is None:
         raise NoEvaluation(f"{path}: coordinator.evaluation: expected held-out prompts, the recipe has none")
-    found = problems(recipe, resuming=True)
+    found = problems(recipe, resuming=True) or lacks(recipe)
     if found:
         raise ConfigError("\n".join([f"{path}: {len(found)} problem(s)", *(f"  {line}" for line in found)]))
     return recipe

@@ -19,9 +19,10 @@ from pathlib import Path
 from services.cli.recipe import Recipe, read_recipe
 from services.cli.subject import Subject, find_subject, weights_of_run
 from services.cli.told import NoModel, said_by_process
-from services.common.errors import ConfigError, Unavailable
+from services.common.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 
 MODULE = "services.learner.checkpoint_export"
+TRIES = 3
 
 Report = Callable[[str, int, int], None]
 """report(phase, done, of)"""
@@ -46,6 +47,17 @@ def export(
     if step is not None and subject.kind != "run":
         raise ConfigError(f"--step: it is for a run, {subject.path} is a {subject.kind}")
     target = _target(to)
+    for attempt in range(TRIES):
+        try:
+            return _export(subject, target, step=step, model=model, report=report)
+        except (NotFound, InvalidRequest):
+            # A run that is alive deletes what is no longer among the newest, even while it is read.
+            if subject.kind != "run" or attempt == TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _export(subject: Subject, target: Path | None, *, step: int | None, model: Path | None, report: Report) -> Exported:
     if subject.kind == "run":
         weights = weights_of_run(subject.path, step)
         source, exported, version = weights.path, weights.exported, weights.version

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from services.cli import errand
 from services.cli.evaluate import weights
+from services.cli.preflight import lacks
 from services.cli.recipe import Recipe, problems, read_recipe
 from services.cli.subject import Subject, find_subject, weights_of_run
 from services.common.config import parse
@@ -149,7 +150,7 @@ def _recipe(
         "learner": {} if own is None else own.learner.model_dump(),
     }
     recipe = parse(Recipe, tree, "generate")
-    found = problems(recipe, resuming=True)
+    found = problems(recipe, resuming=True) or lacks(recipe)
     if found:
         raise ConfigError("\n".join([f"{subject.path}: {len(found)} problem(s)", *(f"  {line}" for line in found)]))
     return recipe

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.manifest import changed_files
+from services.cli.preflight import lacks
 from services.cli.recipe import Recipe, problems, read_recipe, save_recipe
 from services.cli.run_lock import locked
 from services.cli.run_processes import find_processes
@@ -74,7 +75,7 @@ def prepare(run_dir: Path, assignments: list[str]) -> tuple[Recipe, str]:
             f"{run_dir}: the run is finished, all {saved.coordinator.steps} Steps; for more of them say "
             f"coordinator.steps={2 * saved.coordinator.steps}, or another number above {saved.coordinator.steps}"
         )
-    found = [*_changed(saved, recipe), *changed_files(manifest), *problems(recipe, resuming=True)]
+    found = [*_changed(saved, recipe), *changed_files(manifest), *problems(recipe, resuming=True), *lacks(recipe)]
     if found:
         raise ConfigError("\n".join([f"{run_dir}: {len(found)} problem(s)", *(f"  {line}" for line in found)]))
     return recipe, run_id

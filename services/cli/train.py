@@ -23,6 +23,7 @@ from pathlib import Path
 from services.cli.launch.local import Death, LocalLauncher
 from services.cli.manifest import write_manifest
 from services.cli.memory import MemorySampler
+from services.cli.preflight import lacks
 from services.cli.recipe import Recipe, next_name, problems, read_recipe, save_recipe
 from services.cli.run_lock import locked
 from services.cli.told import FAILED, OK, STOPPED, RunFailed, tell
@@ -40,7 +41,7 @@ COORDINATOR = "coordinator-0"
 def prepare(recipe_path: Path, assignments: list[str]) -> Recipe:
     """The checked recipe. Raises ConfigError that lists every problem; nothing was made or started then."""
     recipe = read_recipe(recipe_path, assignments)
-    found = problems(recipe)
+    found = problems(recipe) or lacks(recipe)
     if found:
         raise ConfigError("\n".join([f"{recipe_path}: {len(found)} problem(s)", *(f"  {line}" for line in found)]))
     return recipe

@@ -63,6 +63,10 @@ class Answers(Run):
         )
         await interrupting(self._evaluate(self._make_evaluations(sampler, scorer, inputs), 0))
 
+    def _tell_evaluated(self, result: events_pb2.Evaluated) -> None:
+        if self._scored:  # else there is no mean
+            super()._tell_evaluated(result)
+
     async def _read_heldout(self) -> Inputs:
         self.events.enter(events_pb2.RUN_PHASE_START, 0, "tokenizer and prompts to be read")
         if self._config.evaluation is None:

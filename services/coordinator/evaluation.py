@@ -147,6 +147,7 @@ class Evaluation:
                     "prompt": one.prompt.text,
                     "response": self._text.decode(ids, special_tokens=False),
                     "score": one.score,
+                    "parts": {part.name: part.value for part in one.answer.score.parts} if one.answer else {},
                     "failure": None if one.failure is None else scoring.describe_failure(one.failure),
                     "tokens": len(ids),
                     "reference": one.prompt.reference,

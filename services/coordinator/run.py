@@ -385,8 +385,11 @@ class Run:
             self._metrics.write(step, version, numbers)
         if self._ledger is not None:
             await self._ledger.record_evaluation(result.dataset, version, result.score_mean)
-        self.events.evaluated(result)
+        self._tell_evaluated(result)
         return result
+
+    def _tell_evaluated(self, result: events_pb2.Evaluated) -> None:
+        self.events.evaluated(result)
 
     async def _export(self, workers: Workers, seconds: float) -> str:
         """The folder of the last policy; empty when no Step was applied or export is off."""

@@ -197,6 +197,7 @@ class LocalLauncher:
         own = dict(rollout_environment(self._recipe.rollout) if kind == "rollout" else _threads(kind))
         own |= visible_gpus(self._recipe, kind, number)
         environment = self._environment({**own, INSTANCE_ID_VARIABLE: service.instance_id})
+        logger.info("%s has the environment of this command, all of it, and %s", worker_id, own or "nothing of its own")
         await self._spawn(worker_id, command, environment, service)
 
     def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
