@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,22 +9,7 @@ import pytest
 from services.cli.subject import find_run_folder, find_subject, weights_of_run
 from services.cli.told import NoModel, NoRun, NoWeights
 from tests.unit.cli.standins.recipe import write_recipe
-
-
-def make_run(folder: Path, *, steps: tuple[int, ...] = (), policies: tuple[int, ...] = ()) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "recipe.yaml").write_text("{}")
-    (folder / "manifest.json").write_text('{"run_id": "story-0a1b2c"}')
-    for step in steps:
-        path = folder / "checkpoints" / f"step-{step}"
-        path.mkdir(parents=True)
-        (path / "manifest.json").write_text(json.dumps({"policy": {"version": str(step)}}))
-        (path / "manifest.json.sha256").write_text("")
-    for policy in policies:
-        path = folder / "export" / f"policy-{policy}"
-        path.mkdir(parents=True)
-        (path / "config.json").write_text("{}")
-    return folder
+from tests.unit.cli.standins.run_folder import make_run
 
 
 def test_models_runs_and_checkpoints(tmp_path: Path) -> None:

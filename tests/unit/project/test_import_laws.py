@@ -123,7 +123,7 @@ def test_light_modules_load_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("train", "plan", "doctor", "watch"))]
+    "arguments", [["--help"], *([name, "--help"] for name in ("train", "plan", "doctor", "watch", "generate"))]
 )
 def test_help_loads_no_heavy_library(arguments: list[str]) -> None:
     done = subprocess.run(
