@@ -5,6 +5,7 @@ The learner's own module reads the checkpoint, as a process: this one loads no h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,14 +13,14 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from services.cli.recipe import Recipe, read_recipe
 from services.cli.subject import Subject, find_subject, weights_of_run
 from services.cli.told import NoModel, said_by_process
-from services.common.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from services.common.errors import AntiphonError, ConfigError, InvalidRequest, NotFound, Unavailable
 
 MODULE = "services.learner.checkpoint_export"
 TRIES = 3
@@ -102,14 +103,20 @@ def convert(checkpoint: Path, target: Path, subject: Subject, *, model: Path | N
         raise NoModel(f"{source}: the model that training began with has gone, and with it the tokenizer; name a copy "
                       "of it by --model")  # fmt: skip
     template = recipe.coordinator.data.own_template() if recipe is not None else None
-    with tempfile.TemporaryDirectory(prefix="antiphon-export-") as folder:
-        command = [sys.executable, "-m", MODULE, "--checkpoint", str(checkpoint), "--model", str(source)]
+    with (
+        tempfile.TemporaryDirectory(prefix="antiphon-export-") as folder,
+        _held(checkpoint, subject) as held,
+    ):
+        command = [sys.executable, "-m", MODULE, "--checkpoint", str(held), "--model", str(source)]
         command += ["--to", str(target)]
         if template:
             file = Path(folder) / "template.jinja"
             file.write_text(template, encoding="utf-8")
             command += ["--chat-template-file", str(file)]
-        _follow(command, Path(folder) / "said", report)
+        try:
+            _follow(command, Path(folder) / "said", report)
+        except AntiphonError as error:
+            raise type(error)(str(error).replace(str(held), str(checkpoint))) from None
 
 
 def _follow(command: list[str], errors: Path, report: Report) -> None:
@@ -129,6 +136,30 @@ def _follow(command: list[str], errors: Path, report: Report) -> None:
         if process.wait() != 0:
             said.seek(0)
             raise said_by_process(said.read())
+
+
+@contextlib.contextmanager
+def _held(checkpoint: Path, subject: Subject) -> Iterator[Path]:
+    """The checkpoint under further names: a run that is alive may delete its own while they are read.
+
+    Where the disk knows no hard links, the checkpoint itself. Raises NotFound when it goes this very moment.
+    """
+    if subject.run_dir is None:
+        yield checkpoint
+        return
+    aside = subject.run_dir / f".export-{uuid.uuid4().hex[:8]}"
+    try:
+        try:
+            aside.mkdir()
+            for file in list(checkpoint.iterdir()):
+                os.link(file, aside / file.name)
+        except FileNotFoundError:
+            raise NotFound(f"checkpoint {checkpoint}: the run has just deleted it; name another one") from None
+        except OSError:
+            shutil.rmtree(aside, ignore_errors=True)
+        yield aside if aside.is_dir() else checkpoint
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _recipe(subject: Subject) -> Recipe | None:
