@@ -15,6 +15,7 @@ from typing import Any
 import pydantic
 
 from services.cli.launch import nats_server
+from services.cli.model_size import read_size
 from services.common.config import Config, ModelConfig, dump, override, parse, read_yaml
 from services.common.errors import ConfigError
 from services.coordinator.config import CoordinatorConfig, SourceConfig, is_template
@@ -183,28 +184,59 @@ def _model_folders(recipe: Recipe) -> list[str]:
     reference = recipe.reward.reference
     if reference is not None and reference.path is not None:
         found += _no_model("reward.reference.path", Path(reference.path))
-    try:
-        shape = json.loads((folder / "config.json").read_text())
-        limit = shape.get("max_position_embeddings") if isinstance(shape, dict) else None
-    except (OSError, ValueError):
-        limit = None
+    config = _read_config(folder)
+    limit = config.get("max_position_embeddings")
     if isinstance(limit, int) and recipe.rollout.max_sequence_tokens > limit:
         found.append(
             f"rollout.max_sequence_tokens: {recipe.rollout.max_sequence_tokens} is more than the model's "
             f"max_position_embeddings, {limit}; at most {limit}"
         )
-    return found
+    return [*found, *_heads(config, recipe.rollout.tensor_parallel)]
 
 
 def _no_model(key: str, folder: Path) -> list[str]:
-    """What a Hugging Face folder lacks."""
+    """What a Hugging Face folder lacks, and which of its weights are cut or no weights."""
     if not folder.is_dir():
         return [f"{key}: no such folder: {folder}"]
     needed = ("config.json", "tokenizer.json")
     found = [f"{key}: {folder} has no {name}" for name in needed if not (folder / name).is_file()]
     if not any(folder.glob("*.safetensors")):
-        found.append(f"{key}: {folder} has no *.safetensors")
+        return [*found, f"{key}: {folder} has no *.safetensors"]
+    try:
+        read_size(folder, None)
+    except ConfigError as error:
+        found.append(f"{key}: {str(error).removeprefix('model.path: ')}")
     return found
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """config.json; empty where it cannot be read, which others say."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _heads(config: dict[str, Any], width: int) -> list[str]:
+    """Every GPU of an engine has the same number of attention heads, and whole key-value heads or copies of them."""
+    heads = config.get("num_attention_heads")
+    if width == 1 or not isinstance(heads, int) or heads < 1:
+        return []
+    key_heads = config.get("num_key_value_heads")
+    key_heads = key_heads if isinstance(key_heads, int) and key_heads > 0 else heads
+
+    def fits(number: int) -> bool:
+        return heads % number == 0 and (key_heads % number == 0 or number % key_heads == 0)
+
+    if fits(width):
+        return []
+    legal = [number for number in range(1, heads + 1) if fits(number)]
+    near = [max(number for number in legal if number < width), *[number for number in legal if number > width][:1]]
+    equation = f"num_attention_heads / tensor_parallel = {heads} / {width} = {heads / width:.4g}"
+    if heads % width == 0:
+        equation = f"num_key_value_heads / tensor_parallel = {key_heads} / {width} = {key_heads / width:.4g}"
+    return [f"rollout.tensor_parallel: {equation}, which is not whole; nearest that fit: {' or '.join(map(str, near))}"]
 
 
 def _lengths(recipe: Recipe) -> list[str]:

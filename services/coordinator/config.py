@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config import Config
+from services.common.errors import ConfigError
 from services.coordinator import sources
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
@@ -147,6 +148,15 @@ class DataConfig(SourceConfig):
         default=0.0, ge=0.0, lt=1.0, description="share of a data set's rows that may be bad and are left out, by name"
     )
 
+    def own_template(self) -> str | None:
+        """The text of the chat template in place of the model's; None: there is none. Raises ConfigError."""
+        if self.template is None or is_template(self.template):
+            return self.template
+        try:
+            return Path(self.template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"data.template: {self.template}: cannot be read: {error}") from None
+
     @property
     def all_sources(self) -> tuple[WeightedSource, ...]:
         if self.sources:
@@ -252,7 +262,7 @@ class HeldoutSource(SourceConfig):
 
 
 class EvaluationConfig(HeldoutSource):
-    """Greedy answers to held-out prompts, pinned to one policy version. What becomes of rows is as `data` says."""
+    """Answers to held-out prompts, greedy unless told otherwise, by one policy version. Rows are as `data` says."""
 
     name: str | None = Field(default="evaluation", pattern=NAME, description="data set, in ids and files")
     sources: tuple[HeldoutSource, ...] = Field(default=(), description="several data sets, in place of path")
@@ -260,6 +270,17 @@ class EvaluationConfig(HeldoutSource):
     at_start: bool = True
     at_end: bool = True
     max_tokens: int = Field(ge=1)
+    temperature: float = Field(default=0.0, ge=0.0, description="0: greedy")
+    samples: int = Field(default=1, ge=1, description="answers to each prompt; more than one needs a temperature")
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvaluationConfig:
+        if self.samples > 1 and not self.temperature:
+            raise ValueError(
+                f"samples: {self.samples} greedy answers to a prompt are all the same; set temperature above 0, or "
+                "samples to 1"
+            )
+        return self
 
     def all_sources(self, data: DataConfig) -> tuple[SourceConfig, ...]:
         """The data sets, each with its columns."""
@@ -465,3 +486,9 @@ class CoordinatorConfig(Config):
                 f"would be empty; take 1 to {self.trajectories_per_step}"
             )
         return self
+
+
+class AnswersConfig(CoordinatorConfig):
+    """Answers to held-out prompts and nothing else: no Step (services/coordinator/answers.py)."""
+
+    score: bool = Field(description="false: nobody scores the answers, and no reward worker is waited for")

@@ -72,6 +72,7 @@ class Run:
         self._policy = policy_pb2.Policy()
         self._evaluated_version = -1
         self._resumed_step = 0
+        self._chat_template = ""
         self._stored: Stored | None = None
         self._checkpoints: Checkpoints | None = None
         self._ledger: Ledger | None = None
@@ -108,9 +109,8 @@ class Run:
     async def run(self, registry: Registry) -> bool:
         """Runs to the end and says how it went in RunEnded; false when it failed. Raises nothing of its own."""
         helpers = [self._beside(registry.run()), self._beside(self.events.run_heartbeat())]
-        expected = {ROLLOUT: self._config.rollout_workers, REWARD: self._config.reward_workers, LEARNER: 1}
-        workers = Workers(registry, expected)
-        outcome, reason, exported = "finished", f"{self._config.steps} steps", ""
+        workers = Workers(registry, self._expected())
+        outcome, reason, exported = "finished", self._whole(), ""
         try:
             try:
                 await self._from_start_to_last_step(workers)
@@ -129,6 +129,14 @@ class Run:
             self.events.end(outcome, reason, exported, self._current_policy)
             self._ended.set()
         return outcome != "failed"
+
+    def _expected(self) -> dict[events_pb2.WorkerKind, int]:
+        """Workers that are waited for."""
+        return {ROLLOUT: self._config.rollout_workers, REWARD: self._config.reward_workers, LEARNER: 1}
+
+    def _whole(self) -> str:
+        """What was done when nothing ended it before."""
+        return f"{self._config.steps} steps"
 
     async def _from_start_to_last_step(self, workers: Workers) -> None:
         interrupting = self._stop.interrupting
@@ -212,15 +220,18 @@ class Run:
             if self._stored.batches > self._config.steps:
                 raise ConfigError(f"steps: {self._config.steps}, and {self._stored.batches} are trained already")
         inputs = await asyncio.to_thread(read_inputs, self._config, self._model)
+        # Read now: an export must not fail because the file has gone since.
+        self._chat_template = self._config.data.own_template() or ""
         tell_surprises(inputs, self._config, self.events.notice)
         return inputs
 
     async def _wait_for_workers(self, workers: Workers, inputs: Inputs) -> None:
         config = self._config
+        expected = self._expected()
         self.events.enter(
             events_pb2.RUN_PHASE_START,
             0,
-            f"{config.rollout_workers} rollout, {config.reward_workers} reward worker(s) and the learner to be up, "
+            f"{expected[ROLLOUT]} rollout, {expected[REWARD]} reward worker(s) and the learner to be up, "
             f"{config.start_seconds:.0f} s at most",
         )
 
@@ -344,7 +355,7 @@ class Run:
 
     # Evaluation and export
 
-    def _make_evaluations(self, sampler: Sampler, scorer: Scorer, inputs: Inputs) -> list[Evaluation]:
+    def _make_evaluations(self, sampler: Sampler, scorer: Scorer | None, inputs: Inputs) -> list[Evaluation]:
         """One for each data set of held-out prompts."""
         config = self._config
         if config.evaluation is None:
@@ -386,7 +397,7 @@ class Run:
 
     async def _evaluate_on(self, evaluation: Evaluation, version: int, step: int) -> events_pb2.Evaluated:
         seconds = self._config.evaluate_seconds
-        what = f"{evaluation.prompts} greedy answers by version {version}"
+        what = f"answers to {evaluation.prompts} prompts by version {version}"
         self.events.enter(events_pb2.RUN_PHASE_EVALUATE, step, f"{what}, {seconds:.0f} s at most")
         started = time.monotonic()
         async with within(seconds, what):
@@ -402,8 +413,11 @@ class Run:
             self._metrics.write(step, version, numbers)
         if self._ledger is not None:
             await self._ledger.record_evaluation(result.dataset, version, result.score_mean)
-        self.events.evaluated(result)
+        self._tell_evaluated(result)
         return result
+
+    def _tell_evaluated(self, result: events_pb2.Evaluated) -> None:
+        self.events.evaluated(result)
 
     async def _export(self, workers: Workers, seconds: float) -> str:
         """The folder of the last policy; empty when no Step was applied or export is off."""
@@ -416,7 +430,9 @@ class Run:
         learner = workers.learner()
         what = f"{learner.worker_id} to write {path}"
         self.events.enter(events_pb2.RUN_PHASE_EXPORT, self._steps_done, f"{what}, {seconds:.0f} s at most")
-        request = learner_pb2.ExportRequest(request_id=new_request_id(), path=str(path))
+        request = learner_pb2.ExportRequest(
+            request_id=new_request_id(), path=str(path), chat_template=self._chat_template
+        )
         async with within(seconds, what):
             written, policy = await learner.export(
                 request, seconds, lambda p: self.events.progress(p.done, p.of, p.phase)

@@ -44,6 +44,7 @@ NAMED_FOR_IT = (
     "services.learner.dry_stepping",
     "services.learner.step_tokens",
     "services.learner.varlen_attention",
+    "services.learner.checkpoint_export",
     "services.learner.checkpoint_slices",
     "services.learner.rank_checkpoint",
     "services.learner.memory_peak",
@@ -127,7 +128,7 @@ def test_light_modules_load_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("train", "plan", "doctor", "watch"))]
+    "arguments", [["--help"], *([name, "--help"] for name in ("train", "plan", "doctor", "watch", "generate"))]
 )
 def test_help_loads_no_heavy_library(arguments: list[str]) -> None:
     done = subprocess.run(
