@@ -81,7 +81,7 @@ release-protos: dev
 	$(BIN)/buf build --exclude-source-info -o $(RELEASED)
 
 test: dev
-	$(BIN)/pytest -m "not slow" --durations=15
+	$(BIN)/pytest -m "not slow" -n 2 --durations=15
 
 test-all: dev
 	$(BIN)/pytest --durations=15

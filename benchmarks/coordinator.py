@@ -1,10 +1,11 @@
 """What the coordinator can take: trajectories per second through its ledger, and what it adds to a Step.
 
-    python -m benchmarks.coordinator [--parts ledger,steps] [--rounds 3] [--folder DIR] [--results DIR]
+    python -m benchmarks.coordinator [--parts ledger,steps,work] [--rounds 3] [--folder DIR] [--results DIR]
 
-`ledger` (benchmarks/ledger_writes.py) writes benchmarks/results/coordinator-ledger.json, `steps`
-(benchmarks/step_overhead.py) coordinator-steps.json. Rounds are repeated as the machine may be busy with other things:
-ratios are of one round, and every round is kept.
+`ledger` (benchmarks/ledger_writes.py) writes benchmarks/results/coordinator-ledger.json. Of Steps
+(benchmarks/step_overhead.py) `steps` writes coordinator-steps.json, where the services answer at once, and `work`
+coordinator-work.json, where they sample for 5 s and train for 2 s. Rounds are repeated as the machine may be busy with
+other things: ratios are of one round, and every round is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from benchmarks import ledger_writes, results, step_overhead
 
 TARGET_PER_SECOND = 2000.0
-STEP_SECONDS = 7.0
+SAMPLING_SECONDS, TRAINING_SECONDS = 5.0, 2.0
+STEP_SECONDS = SAMPLING_SECONDS + TRAINING_SECONDS
 """Of a Step whose services work for real; the coordinator's share is of that."""
 TARGET_SHARE = 0.02
 SEED = 5
@@ -40,23 +42,25 @@ def summarise_ledger(rounds: Sequence[ledger_writes.Round]) -> dict[str, Any]:
     }
 
 
-def summarise_steps(rounds: Sequence[Sequence[step_overhead.Run]]) -> dict[str, Any]:
-    """Of each number of workers the median over rounds; ratios to the first number, of the same round."""
+def summarise_steps(rounds: Sequence[Sequence[step_overhead.Run]], work_seconds: float = 0.0) -> dict[str, Any]:
+    """Of each number of workers the median over rounds; ratios to the first number, of the same round.
+
+    `work_seconds` of each Step are the services' own: they are taken off, and the share is of them.
+    """
     rows = []
     for at, first in enumerate(rounds[0]):
         runs = [one[at] for one in rounds]
-        without = [run.median("time/step") - run.median("time/publish") for run in runs]
-        base = [one[0].median("time/step") for one in rounds]
-        base_without = [one[0].median("time/step") - one[0].median("time/publish") for one in rounds]
-        step = statistics.median(run.median("time/step") for run in runs)
+        own = [run.median("time/step") - work_seconds for run in runs]
+        without = [seconds - run.median("time/publish") for seconds, run in zip(own, runs, strict=True)]
+        base = [one[0].median("time/step") - work_seconds for one in rounds]
+        base_without = [seconds - one[0].median("time/publish") for seconds, one in zip(base, rounds, strict=True)]
+        overhead = statistics.median(own)
         rows.append(
             {
                 "workers": first.workers,
-                "step_seconds": step,
-                "ratio_to_first": statistics.median(
-                    run.median("time/step") / one for run, one in zip(runs, base, strict=True)
-                ),
-                "share_of_a_step": step / STEP_SECONDS,
+                "overhead_seconds": overhead,
+                "ratio_to_first": statistics.median(a / b for a, b in zip(own, base, strict=True)),
+                "share_of_a_step": overhead / (work_seconds or STEP_SECONDS),
                 "without_publish_seconds": statistics.median(without),
                 "without_publish_ratio": statistics.median(a / b for a, b in zip(without, base_without, strict=True)),
                 "coordinator_cpu_seconds": statistics.median(run.coordinator_cpu_seconds for run in runs),
@@ -69,7 +73,7 @@ def summarise_steps(rounds: Sequence[Sequence[step_overhead.Run]]) -> dict[str, 
         )
     return {
         "by_workers": rows,
-        "a_step_seconds": STEP_SECONDS,
+        "a_step_seconds": work_seconds or STEP_SECONDS,
         "target_share": TARGET_SHARE,
         "reached": all(row["share_of_a_step"] <= TARGET_SHARE for row in rows),
     }
@@ -116,36 +120,54 @@ async def _ledger(arguments: argparse.Namespace, folder: Path) -> results.Result
 
 async def _steps(arguments: argparse.Namespace, folder: Path) -> results.Result:
     shape = step_overhead.Shape(arguments.prompts, arguments.samples, arguments.tokens)
+    return await _measure_steps("coordinator-steps", arguments, folder, shape)
+
+
+async def _work(arguments: argparse.Namespace, folder: Path) -> results.Result:
+    sizes = (arguments.prompts, arguments.samples, arguments.tokens)
+    shape = step_overhead.Shape(*sizes, SAMPLING_SECONDS, TRAINING_SECONDS)
+    return await _measure_steps("coordinator-work", arguments, folder, shape)
+
+
+async def _measure_steps(
+    name: str, arguments: argparse.Namespace, folder: Path, shape: step_overhead.Shape
+) -> results.Result:
     result = results.begin(
-        "coordinator-steps",
+        name,
         {name: getattr(arguments, name) for name in ("rounds", "workers", "steps", "prompts", "samples", "tokens")}
-        | {"seed": SEED, "warm_up_steps": WARM_UP_STEPS, "simulation": "all simulated services in one process"},
+        | {
+            "seed": SEED,
+            "warm_up_steps": WARM_UP_STEPS,
+            "simulation": "all simulated services in one process",
+            "sampling_seconds": shape.sampling_seconds,
+            "training_seconds": shape.training_seconds,
+        },
     )
     rounds = []
     for number in range(arguments.rounds):
         runs = []
         for workers in arguments.workers:
-            own = folder / f"steps-{number}-{workers}"
+            own = folder / f"{name}-{number}-{workers}"
             runs.append(
                 await step_overhead.measure(
                     own, shape, workers=workers, steps=arguments.steps, warm_up=WARM_UP_STEPS, seed=SEED
                 )
             )
-            print(f"steps, round {number}: {workers} workers, {runs[-1].median('time/step'):.3f} s", flush=True)
+            print(f"{name}, round {number}: {workers} workers, {runs[-1].median('time/step'):.3f} s", flush=True)
         rounds.append(runs)
     for at, workers in enumerate(arguments.workers):
-        for name in ("step", "publish"):
-            result.samples[f"{name}_seconds_with_{workers}"] = [
-                [step[f"time/{name}"] for step in one[at].steps] for one in rounds
+        for stage in ("step", "publish"):
+            result.samples[f"{stage}_seconds_with_{workers}"] = [
+                [step[f"time/{stage}"] for step in one[at].steps] for one in rounds
             ]
-    result.summary = summarise_steps(rounds)
+    result.summary = summarise_steps(rounds, shape.work_seconds)
     print(table(result.summary["by_workers"]))
     return result
 
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="What the coordinator can take.")
-    parser.add_argument("--parts", default="ledger,steps", help="of ledger, steps")
+    parser.add_argument("--parts", default="ledger,steps,work", help="of ledger, steps, work")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=8, help="of one prompt")
     parser.add_argument("--groups", type=int, default=1024, help="ledger: written in a round")
@@ -158,7 +180,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help="an empty one on the disk to be measured; default: a temporary one")
     parser.add_argument("--results", type=Path, default=results.FOLDER)
     arguments = parser.parse_args(given)
-    parts = {"ledger": _ledger, "steps": _steps}
+    parts = {"ledger": _ledger, "steps": _steps, "work": _work}
     wanted = arguments.parts.split(",")
     if unknown := [name for name in wanted if name not in parts]:
         parser.error(f"--parts: expected some of {', '.join(parts)}, got {', '.join(unknown)}")

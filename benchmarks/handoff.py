@@ -32,6 +32,7 @@ from antiphon.tenant.v1 import tenant_pb2
 
 from benchmarks import results
 from benchmarks.one_rank_learner import SHAPES, write_model
+from benchmarks.random_model import random_model
 from benchmarks.shared_node import (
     ENGINE_ID,
     KV,
@@ -161,14 +162,10 @@ def _written(path: Path, shape: str, dtype: str, on_gpu: bool) -> None:
 def write_random_model(path: Path, shape: str, dtype: str, on_gpu: bool) -> None:
     """A folder that learner and engine start from."""
     import torch
-    import transformers
 
     write_model(path, shape, dtype)
-    config = transformers.AutoConfig.from_pretrained(path)
-    torch.manual_seed(0)
-    with torch.device("cuda" if on_gpu else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.save_pretrained(path)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    random_model(str(path), dtype, device, seed=0).save_pretrained(path)
 
 
 def model_sizes(gpus: Sequence[Gpu], weight_bytes: int, kv_gib: float) -> Sizes:

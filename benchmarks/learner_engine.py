@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from antiphon.learner.v1 import learner_pb2
 
+from benchmarks.random_model import random_model
 from services.common.digest import digest_messages
 from services.learner.batching import Layout
 from services.learner.config import OptimizerConfig
@@ -70,15 +72,15 @@ def make_rank(shape: str, device: torch.device, *, checkpointing: bool, micro_ba
         rms_norm_eps=1e-6,
         attn_implementation="eager",
     )
-    torch.manual_seed(0)
-    with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = random_model(config, "bfloat16", device, seed=0)
     policy = make_policy_model(shape, model, gradient_checkpointing=checkpointing, device=device)
     loaded = time.monotonic()
     options = OptimizerConfig.model_validate({"learning_rate": 1e-6})
     engine = make_zero_engine(policy, options, "bfloat16", 1, device)
     layout = layout_of(policy.model, 32_768)
     runner = StepRunner(engine, options, rank=0, ranks=1, device=device, token_budget=micro_batch_tokens, layout=layout)
+    gc.collect()  # as services/learner/rank_main.py does
+    gc.freeze()
     return Rank(policy, engine, runner, device, layout, loaded - begin, time.monotonic() - loaded)
 
 

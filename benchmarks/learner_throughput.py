@@ -56,6 +56,7 @@ def main() -> int:
         "shape": arguments.shape,
         "micro_batch_tokens": MICRO_BATCH_TOKENS,
         "update_tokens": UPDATE_TOKENS,
+        "warm_up_steps": WARM_UP_STEPS,
         "steps": arguments.steps,
         "rows": ROWS,
     }

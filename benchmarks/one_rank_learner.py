@@ -123,17 +123,15 @@ class OneRankLearner:
 
     def __init__(self, folder: Path, *, dtype: str, device: str, seed: int) -> None:
         import torch
-        import transformers
+
+        from benchmarks.random_model import random_model
 
         self._dtype = dtype
         self._device = torch.device(device)
-        config = transformers.AutoConfig.from_pretrained(folder)
-        torch.manual_seed(seed)
-        with self._device:
-            self._model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        self._model = random_model(str(folder), dtype, self._device, seed).eval()
         self._weights: dict[str, torch.Tensor] = dict(self._model.state_dict(keep_vars=True))
         self._epoch = 0
-        self._vocabulary = config.vocab_size
+        self._vocabulary = self._model.config.vocab_size
         self.bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._probe = [(7 * i + 3) % self._vocabulary for i in range(PROBE_TOKENS)]
         self._probe_logprobs = self._logprobs(self._probe)

@@ -41,7 +41,8 @@ from antiphon.types.v1.trajectory_pb2 import PromptId
 
 from benchmarks import results
 from benchmarks.one_rank_learner import SHAPES, write_model
-from benchmarks.random_rank import FAULT_FILE, random_model
+from benchmarks.random_model import random_model
+from benchmarks.random_rank import FAULT_FILE
 from services.cli.launch import nats_server
 from services.common.announcements import Registry
 from services.common.bus import Bus

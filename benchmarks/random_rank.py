@@ -20,24 +20,16 @@ from typing import Any
 
 import deepspeed
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.random_model import random_model
 from services.learner import deepspeed_trainer, device_memory, rank_main
 from services.learner.config import OptimizerConfig
-from services.learner.policy_model import DTYPES, PolicyModel, make_policy_model
+from services.learner.policy_model import PolicyModel, make_policy_model
 from services.learner.publishing import WeightTransfer
 from services.learner.zero_engine import zero_config
 
 FAULT_FILE = "ANTIPHON_BENCHMARK_FAULT"
 KILL_OTHERS_AT_BUCKET = 2
-
-
-def random_model(folder: str, dtype_name: str, device: torch.device, seed: int) -> Any:
-    """A causal language model of the folder's config.json; the same weights for the same seed and kind of device."""
-    config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
-    torch.manual_seed(seed)
-    with device:
-        return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype_name])
 
 
 def load_random(path: str, dtype_name: str, *, gradient_checkpointing: bool, device: torch.device) -> PolicyModel:

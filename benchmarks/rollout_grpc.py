@@ -138,7 +138,7 @@ async def _direct_round(llm: Any, arguments: argparse.Namespace, number: int, pr
     return Round(time.monotonic() - begin, time.process_time() - cpu, sampled)
 
 
-async def _served_round(
+async def served_round(
     client: RolloutClient, service: psutil.Process, arguments: argparse.Namespace, number: int, prompts: int
 ) -> Round:
     """As `_direct_round`, by the coordinator's client: a call for each prompt."""
@@ -241,7 +241,7 @@ async def _rounds(
             if side == "in_process":
                 done: Round = await direct.answer((number, prompts), ROUND_SECONDS + 10)
             else:
-                done = await _served_round(served, service, arguments, number, prompts)
+                done = await served_round(served, service, arguments, number, prompts)
             if any(len(ids) != arguments.tokens for ids in done.sampled):
                 raise RuntimeError(f"{side}: not every trajectory has {arguments.tokens} tokens")
             if number:

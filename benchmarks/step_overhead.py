@@ -1,8 +1,11 @@
 """What a Step costs beside sampling, scoring and training: the real coordinator among services that answer at once.
 
 `python -m services.coordinator` in a process of its own, with a NATS server; the simulated services of the tests in one
-other process, each rollout worker behind a gRPC server of its own. Nothing they do takes time by intent, so the whole
-Step is overhead; that of the simulation itself is in it, and makes it an upper bound.
+other process, each rollout worker behind a gRPC server of its own.
+
+Either nothing they do takes time by intent, and the whole Step is overhead; or sampling and training last as long as
+they are told, and overhead is what the Step takes beyond: work that sampling hides is none then. The time that the
+simulation itself takes, on the same cores, is in both, and makes them upper bounds.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from antiphon.rollout.v1 import rollout_pb2
 from antiphon.types.v1 import trajectory_pb2
 
 from services.cli.launch import nats_server
@@ -47,6 +51,13 @@ class Shape:
     samples: int
     tokens: int
     """Sampled, of each trajectory."""
+    sampling_seconds: float = 0.0
+    """From a Step's first call until its last trajectory is sampled."""
+    training_seconds: float = 0.0
+
+    @property
+    def work_seconds(self) -> float:
+        return self.sampling_seconds + self.training_seconds
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Run:
 async def measure(folder: Path, shape: Shape, *, workers: int, steps: int, warm_up: int, seed: int) -> Run:
     """Runs that many Steps after `warm_up` more."""
     await asyncio.to_thread(folder.mkdir, parents=True)
-    async with _nats(folder) as (url, monitor_url), _simulation(url, workers, shape.tokens) as simulation:
+    async with _nats(folder) as (url, monitor_url), _simulation(url, workers, shape) as simulation:
         path = folder / "coordinator.yaml"
         path.write_text(
             dump(
@@ -134,11 +145,11 @@ async def _nats(folder: Path) -> AsyncIterator[tuple[str, str]]:
 
 
 @asynccontextmanager
-async def _simulation(nats_url: str, workers: int, tokens: int) -> AsyncIterator[psutil.Process]:
+async def _simulation(nats_url: str, workers: int, shape: Shape) -> AsyncIterator[psutil.Process]:
     """All services but the coordinator, up and announced, in one process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_simulate, args=(theirs, os.getpid(), nats_url, workers, tokens))
+    process = context.Process(target=_simulate, args=(theirs, os.getpid(), nats_url, workers, shape))
     process.start()
     theirs.close()
     try:
@@ -151,16 +162,18 @@ async def _simulation(nats_url: str, workers: int, tokens: int) -> AsyncIterator
         await asyncio.to_thread(process.join, 10)
 
 
-def _simulate(pipe: Connection, parent: int, nats_url: str, workers: int, tokens: int) -> None:
+def _simulate(pipe: Connection, parent: int, nats_url: str, workers: int, shape: Shape) -> None:
     die_with_parent(parent)
-    asyncio.run(_serve(pipe, nats_url, workers, tokens))
+    asyncio.run(_serve(pipe, nats_url, workers, shape))
 
 
-async def _serve(pipe: Connection, nats_url: str, workers: int, tokens: int) -> None:
+async def _serve(pipe: Connection, nats_url: str, workers: int, shape: Shape) -> None:
     async with simulated_services(nats_url, "benchmark", rollouts=workers) as simulation:
         for engine in simulation.rollouts:
             engine.max_sequence_tokens = MAX_SEQUENCE_TOKENS
-            engine.change_trajectory = lengthen(engine.alphabet, tokens)
+            engine.change_trajectory = lengthen(engine.alphabet, shape.tokens)
+            engine.sample_seconds = spread(shape.sampling_seconds)
+        simulation.learner.train_delay_seconds = shape.training_seconds
         simulation.learner.max_sequence_tokens = MAX_SEQUENCE_TOKENS
         pipe.send("up")
         await asyncio.Event().wait()
@@ -190,6 +203,21 @@ def lengthen(alphabet: list[int], tokens: int) -> Callable[[trajectory_pb2.Traje
         trajectory.finish_reason = trajectory_pb2.FINISH_REASON_LENGTH
 
     return change
+
+
+def spread(seconds: float) -> Callable[[rollout_pb2.GenerateRequest, int], float]:
+    """When each trajectory is sampled: between a fifth and the whole of the time, and at its end those that are sample
+    0 of every fourth row, so that no Step is done before. Those of the self-check at once."""
+
+    def sample_seconds(request: rollout_pb2.GenerateRequest, number: int) -> float:
+        prompt = request.prompt_id
+        if prompt.dataset != DATASET:
+            return 0.0
+        if number == 0 and prompt.row % 4 == 0:
+            return seconds
+        return seconds * random.Random(f"{prompt.epoch}/{prompt.row}/{number}").uniform(0.2, 1.0)
+
+    return sample_seconds
 
 
 async def _watch(

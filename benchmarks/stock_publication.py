@@ -66,7 +66,7 @@ def main() -> None:
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-    from benchmarks.random_rank import random_model
+    from benchmarks.random_model import random_model
 
     model = random_model(folder, dtype, torch.device("cuda", 0), seed=1)
     end = time.monotonic() + GO_SECONDS

@@ -11,15 +11,36 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.common.processes import die_with_parent
 
 START_SECONDS = 20.0
+SYSTEM = "tests/system/"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What `pytest -n 2` may run beside what.
+
+    A file stays together, so that its fixtures are made once. The tests of real engines and learners, each of which
+    keeps more than a core busy, stay together all: never two beside each other. They take longest, and begin first.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return SYSTEM if nodeid.startswith(SYSTEM) else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return Together(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: not item.nodeid.startswith(SYSTEM))
     if not Path("/dev/nvidiactl").exists():
         for item in items:
             if item.get_closest_marker("gpu"):

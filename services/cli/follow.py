@@ -19,6 +19,7 @@ from antiphon.events.v1 import events_pb2
 from google.protobuf import json_format
 
 from services.cli.run_processes import find_processes
+from services.cli.told import FAILED, INTERRUPTED, OK, STOPPED, NoRun
 from services.cli.view import RunProgress, View, make_view
 from services.common.errors import ConfigError
 
@@ -27,7 +28,6 @@ LIFE_SECONDS = 1.0  # between two looks at all processes of the machine
 MANIFEST_SECONDS = 10.0  # a run that has just begun is writing it
 ALONE_SECONDS = 3.0  # without a process of the run; then it is over
 FIRST_SECONDS = 15.0  # the same before the first event, while nothing may have been started yet
-OK, FAILED, STOPPED, INTERRUPTED = 0, 1, 3, 130
 
 
 def follow(run_dir: Path, *, as_json: bool) -> int:
@@ -46,7 +46,7 @@ def follow(run_dir: Path, *, as_json: bool) -> int:
 def find_run(run_dir: Path) -> str:
     """The run's id, by its manifest. Raises ConfigError that says what is there instead."""
     if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: no such folder; expected the folder of a run, such as runs/first")
+        raise NoRun(f"{run_dir}: no such folder; expected the folder of a run, such as runs/first")
     manifest = run_dir / "manifest.json"
     end = time.monotonic() + MANIFEST_SECONDS
     while True:
@@ -56,7 +56,7 @@ def find_run(run_dir: Path) -> str:
             if not (run_dir / "recipe.yaml").is_file():
                 inside = sorted(path.parent.name for path in run_dir.glob("*/manifest.json"))
                 hint = f"; runs in it: {', '.join(inside)}" if inside else ""
-                raise ConfigError(f"{run_dir}: no run, it has no manifest.json and recipe.yaml{hint}") from None
+                raise NoRun(f"{run_dir}: no run, it has no manifest.json and recipe.yaml{hint}") from None
             if time.monotonic() > end:
                 raise ConfigError(
                     f"{manifest}: expected an object with run_id ({error!r}); the run did not begin"

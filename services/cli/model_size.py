@@ -28,6 +28,8 @@ class _Family:
     """A norm over each head of queries and of keys."""
     head_size: int | None = None
     """Where config.json does not say it; None: hidden_size / num_attention_heads."""
+    expert_width: str | None = None
+    """The key of the inner width of an expert, for a mixture of experts."""
 
 
 # As transformers builds them: models/<family>/modeling_<family>.py.
@@ -36,7 +38,19 @@ FAMILIES = {
     "mistral": _Family(qkv_bias=False),
     "qwen2": _Family(qkv_bias=True),
     "qwen3": _Family(qkv_bias=None, head_norms=True, head_size=128),
+    "mixtral": _Family(qkv_bias=False, expert_width="intermediate_size"),
+    "qwen3_moe": _Family(qkv_bias=None, head_norms=True, expert_width="moe_intermediate_size"),
 }
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Of the layers that are a mixture. Example, Mixtral-8x7B: 32 layers, 8 experts of inner 14336, 2 for a token."""
+
+    layers: int
+    count: int
+    inner: int
+    per_token: int
 
 
 @dataclass(frozen=True)
@@ -52,10 +66,17 @@ class Shape:
     """Key-value heads times head size; values are as wide."""
     head_size: int
     inner: int
+    """Of a layer that is no mixture."""
     vocabulary: int
     tied: bool
     attention_bias: bool
     inner_bias: bool
+    experts: Experts | None = None
+
+    @property
+    def inner_at_work(self) -> int:
+        """The widest that a token goes through: of all its experts together, where there are some."""
+        return self.inner if self.experts is None else max(self.inner, self.experts.per_token * self.experts.inner)
 
     def parameters(self) -> int | None:
         """Of the whole model, a tied head counted once; None for a family that is not counted here."""
@@ -63,18 +84,32 @@ class Shape:
         if family is None:
             return None
         layer = 2 * self.hidden * self.queries + 2 * self.hidden * self.keys  # q and o, k and v
-        layer += 3 * self.hidden * self.inner  # gate, up, down
         layer += 2 * self.hidden  # norms
         if family.qkv_bias or (family.qkv_bias is None and self.attention_bias):
             layer += self.queries + 2 * self.keys
         if family.qkv_bias is None and self.attention_bias:
             layer += self.hidden
-        if self.inner_bias:
-            layer += 2 * self.inner + self.hidden
         if family.head_norms:
             layer += 2 * self.head_size
         tables = (1 if self.tied else 2) * self.vocabulary * self.hidden
-        return tables + self.layers * layer + self.hidden
+        return tables + self.layers * layer + self._multilayer_perceptrons() + self.hidden
+
+    def _multilayer_perceptrons(self) -> int:
+        """Of all layers: gate, up, down, with biases; of each expert, and a router, where a layer is a mixture."""
+        plain = 3 * self.hidden * self.inner
+        if self.inner_bias:
+            plain += 2 * self.inner + self.hidden
+        if self.experts is None:
+            return self.layers * plain
+        mixture = self.experts.count * (3 * self.hidden * self.experts.inner + self.hidden)
+        return self.experts.layers * mixture + (self.layers - self.experts.layers) * plain
+
+    def largest_tensor(self) -> int:
+        """Elements. Of a mixture all experts' gates and ups are one, as transformers holds them."""
+        tables = max(self.vocabulary, self.inner, self.queries) * self.hidden
+        return (
+            tables if self.experts is None else max(tables, self.experts.count * 2 * self.experts.inner * self.hidden)
+        )
 
 
 @dataclass(frozen=True)
@@ -108,6 +143,12 @@ def read_shape(folder: Path) -> Shape | None:
     head_size = head_size or hidden // heads
     if not isinstance(key_heads, int) or not _is_count(key_heads) or not _is_count(head_size):
         return None
+    experts = None
+    width = FAMILIES[family].expert_width if family in FAMILIES else None
+    if width is not None:
+        experts = _read_experts(config, width)
+        if experts is None:
+            return None
     return Shape(
         family=family,
         hidden=hidden,
@@ -120,7 +161,19 @@ def read_shape(folder: Path) -> Shape | None:
         tied=bool(config.get("tie_word_embeddings", False)),  # the default of every family above
         attention_bias=bool(config.get("attention_bias", False)),
         inner_bias=bool(config.get("mlp_bias", False)),
+        experts=experts,
     )
+
+
+def _read_experts(config: dict[str, Any], width: str) -> Experts | None:
+    """None where a number is not said."""
+    count = config.get("num_experts", config.get("num_local_experts"))  # transformers reads and writes both
+    inner, per_token = config.get(width), config.get("num_experts_per_tok")
+    every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not all(map(_is_count, (count, inner, per_token, every))) or not isinstance(plain, list):
+        return None
+    layers = [n for n in range(config["num_hidden_layers"]) if n not in plain and (n + 1) % every == 0]
+    return Experts(len(layers), count, inner, per_token)  # type: ignore[arg-type]
 
 
 def read_size(folder: Path, shape: Shape | None) -> ModelSize | None:
@@ -131,8 +184,7 @@ def read_size(folder: Path, shape: Shape | None) -> ModelSize | None:
     parameters = shape.parameters() if shape is not None else None
     if shape is None or parameters is None:
         return None
-    largest = max(shape.vocabulary, shape.inner, shape.queries) * shape.hidden
-    return ModelSize(parameters, largest, f"config.json ({shape.family}); there are no weights")
+    return ModelSize(parameters, shape.largest_tensor(), f"config.json ({shape.family}); there are no weights")
 
 
 def _by_headers(folder: Path, files: list[Path], shape: Shape | None) -> ModelSize:

@@ -86,7 +86,7 @@ def plan(
         run_dir=recipe.run_dir,
         sizes=_sizes(recipe),
         model=_model(recipe, size, shape),
-        memory=[] if size is None else plan_memory.processes(recipe, size, shape, reference),
+        memory=[] if size is None else plan_memory.processes(recipe, size, shape, reference, _engine(recipe)),
         files=_files(recipe),
         network=_network(recipe),
         notes=[*notes, *_notes(recipe, size, shape, reference)],
@@ -108,7 +108,7 @@ def as_text(plan: Plan) -> str:
     lines = [f"run in {plan.run_dir}", f"model {plan.model}", "", "sizes"]
     lines += [f"  {size.name}: {size.value:,}  ({size.equation})" for size in plan.sizes]
     if plan.memory:
-        lines += ["", "memory, GiB (activations are a bound; the libraries themselves are not counted)"]
+        lines += ["", "memory, GiB (activations, and what processes take by themselves, are bounds)"]
         for process in plan.memory:
             lines.append(f"  {process.name} on {', '.join(process.places)}: {_gib(process.bytes)}")
             lines += [f"    {_gib(part.bytes):>8}  {part.name}  ({part.equation})" for part in process.parts]
@@ -138,6 +138,14 @@ def _gib(amount: int) -> str:
     return f"{amount / plan_memory.GIB:.2f}"
 
 
+def _engine(recipe: Recipe) -> str:
+    """The engine that is counted: where the recipe leaves it open and this machine has none, vLLM."""
+    try:
+        return chosen_engine(recipe.rollout)
+    except ConfigError:
+        return "vllm"
+
+
 def _measured(folder: Path) -> tuple[Shape | None, ModelSize | None]:
     shape = read_shape(folder)
     return shape, read_size(folder, shape)
@@ -147,6 +155,14 @@ def _model(recipe: Recipe, size: ModelSize | None, shape: Shape | None) -> str:
     count = "of unknown size" if size is None else f"of {size.parameters:,} parameters, by {size.counted_by}"
     family = "" if shape is None else f" ({shape.family}, {shape.layers} layers, hidden size {shape.hidden})"
     return f"{recipe.model.path}{family} {count}; {recipe.model.dtype}"
+
+
+def _filter_sizes(run: CoordinatorConfig) -> list[Size]:
+    if run.filter is None:
+        return []
+    most = run.most_prompts_per_step
+    equation = f"prompts_per_step + filter.most_extra_prompts = {run.prompts_per_step} + {most - run.prompts_per_step}"
+    return [Size("prompts sampled per Step, at most", most, equation)]
 
 
 def _sizes(recipe: Recipe) -> list[Size]:
@@ -159,6 +175,7 @@ def _sizes(recipe: Recipe) -> list[Size]:
             trajectories,
             f"prompts_per_step x samples_per_prompt = {run.prompts_per_step} x {run.samples_per_prompt}",
         ),
+        *_filter_sizes(run),
         Size("trajectories of the run", run.steps * trajectories, f"steps x that = {run.steps} x {trajectories}"),
         Size(
             "Updates planned",

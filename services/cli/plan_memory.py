@@ -1,8 +1,8 @@
 """Memory of each process of a run, added up from the sizes of its model and settings. Pure.
 
 What is kept (weights, masters, moments, gradients, keys and values, buckets) is exact arithmetic; activations are a
-bound for decoders with gated layers. The libraries themselves (an interpreter with torch, the engine's code, a CUDA
-context) are not counted.
+bound for decoders with gated layers. What the processes take by themselves (an interpreter, torch, the engine's code)
+is counted as it was measured, on the host; a CUDA context on a GPU is not, nor what a reward function itself keeps.
 """
 
 from __future__ import annotations
@@ -24,6 +24,24 @@ REFERENCE_LOGITS = 1 << 25
 """Of one chunk (services/reward/reference_model.py)."""
 ENGINE_WORKSPACE_BYTES = 2 * GIB
 """What an engine on a GPU asks for beside weights and keys (services/rollout/vllm_start.py)."""
+
+
+BY_ITSELF_MIB = {
+    "command": 96,
+    "NATS": 48,
+    "coordinator": 128,
+    "reward worker": 96,
+    "scorer": 128,
+    "reference model": 576,
+    "learner": 96,
+    "rank of the learner": 704,
+    "rollout worker of vLLM": 672,
+    "vLLM engine": 896,
+    "rollout worker of transformers": 96,
+    "transformers engine": 608,
+    "helper of the engine": 16,
+}
+"""Each process with a model of next to no size, at its highest, and a fifth more: benchmarks/process_memory.py."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +68,16 @@ class Process:
         return sum(part.bytes for part in self.parts)
 
 
-def processes(recipe: Recipe, size: ModelSize, shape: Shape | None, reference: ModelSize | None) -> list[Process]:
-    """Every process that holds a model. `reference` is the size of the reference model, if there is one."""
+def processes(
+    recipe: Recipe, size: ModelSize, shape: Shape | None, reference: ModelSize | None, engine: str = "vllm"
+) -> list[Process]:
+    """Every process that holds a model, and what all take by themselves. `reference` is the size of the reference
+    model, if there is one."""
     found = [_rank(recipe, size, shape, rank) for rank in range(recipe.learner.ranks)]
     found += [_engine(recipe, size, number) for number in range(recipe.coordinator.rollout_workers)]
     if reference is not None:
         found += [_reference(recipe, reference, number) for number in range(recipe.coordinator.reward_workers)]
-    return found
+    return [*found, _by_themselves(recipe, engine)]
 
 
 def by_place(found: Sequence[Process]) -> dict[str, int]:
@@ -84,9 +105,39 @@ def activation_bytes_per_token(shape: Shape, width: int) -> int:
 
     In the model's width: two residuals and two normed inputs; queries, rotated ones, attention's output, and keys and
     values widened to all heads (5 x queries); keys, rotated ones and values; gate, up, the gate's activation and the
-    product. In float32: the two norms' inputs and normalised inputs.
+    product; of a mixture of experts also each chosen expert's input, output and weighted output. In float32: the two
+    norms' inputs and normalised inputs.
     """
-    return width * (4 * shape.hidden + 5 * shape.queries + 3 * shape.keys + 4 * shape.inner) + 4 * 4 * shape.hidden
+    routed = 0 if shape.experts is None else 3 * shape.experts.per_token * shape.hidden
+    return (
+        width * (4 * shape.hidden + 5 * shape.queries + 3 * shape.keys + 4 * shape.inner_at_work + routed)
+        + 4 * 4 * shape.hidden
+    )
+
+
+def _by_themselves(recipe: Recipe, engine: str) -> Process:
+    """All processes without their models; `engine` is vllm or transformers."""
+    run, engines, kind = recipe.coordinator, recipe.coordinator.rollout_workers, {"vllm": "vLLM"}.get(engine, engine)
+    scorers = sum(getattr(scorer, "processes", 0) for scorer in recipe.reward.scorers)
+    counts = {
+        "command": 1,
+        "NATS": int(recipe.nats.url is None),
+        "coordinator": 1,
+        "reward worker": run.reward_workers,
+        "scorer": run.reward_workers * scorers,
+        "reference model": run.reward_workers * int(recipe.reward.reference is not None),
+        "learner": 1,
+        "rank of the learner": recipe.learner.ranks,
+        f"rollout worker of {kind}": engines,
+        f"{kind} engine": engines * recipe.rollout.tensor_parallel,
+        "helper of the engine": engines,
+    }
+    parts = [
+        Part(name, count * BY_ITSELF_MIB[name] * MIB, f"{count} x {BY_ITSELF_MIB[name]} MiB")
+        for name, count in counts.items()
+        if count
+    ]
+    return Process("processes by themselves, libraries mostly", ("host",), tuple(parts))
 
 
 def _rank(recipe: Recipe, size: ModelSize, shape: Shape | None, rank: int) -> Process:

@@ -6,6 +6,7 @@ relative to the current directory; the resolved recipe that is kept with the run
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pydantic
 
 from services.cli.launch import nats_server
+from services.cli.model_size import read_size
 from services.common.config import Config, ModelConfig, dump, override, parse, read_yaml
 from services.common.errors import ConfigError
 from services.coordinator.config import CoordinatorConfig, SourceConfig, is_template
@@ -21,6 +23,7 @@ from services.learner.config import LearnerConfig
 from services.reward.config import RewardConfig
 from services.rollout.config import RolloutConfig
 
+INSTALL_SINKS = ".venv/bin/uv pip install --python .venv/bin/python --no-deps -r deploy/constraints/sinks.lock"
 PROBE_TOKENS = 32
 """What a learner sends with a publication (services/learner/publishing.py)."""
 # The tail of a run id, "-" and six digits, is added to the name.
@@ -131,7 +134,7 @@ def problems(recipe: Recipe, *, resuming: bool = False) -> list[str]:
 
     A run that is taken up again has its folder already.
     """
-    checks = [_missing_files, _data, _model_folders, _lengths, _gpus, _scorer, _reference, _nats]
+    checks = [_missing_files, _data, _model_folders, _lengths, _gpus, _scorer, _reference, _sinks, _nats]
     if not resuming:
         checks.append(_run_folder)
     return [problem for check in checks for problem in check(recipe)]
@@ -181,28 +184,59 @@ def _model_folders(recipe: Recipe) -> list[str]:
     reference = recipe.reward.reference
     if reference is not None and reference.path is not None:
         found += _no_model("reward.reference.path", Path(reference.path))
-    try:
-        shape = json.loads((folder / "config.json").read_text())
-        limit = shape.get("max_position_embeddings") if isinstance(shape, dict) else None
-    except (OSError, ValueError):
-        limit = None
+    config = _read_config(folder)
+    limit = config.get("max_position_embeddings")
     if isinstance(limit, int) and recipe.rollout.max_sequence_tokens > limit:
         found.append(
             f"rollout.max_sequence_tokens: {recipe.rollout.max_sequence_tokens} is more than the model's "
             f"max_position_embeddings, {limit}; at most {limit}"
         )
-    return found
+    return [*found, *_heads(config, recipe.rollout.tensor_parallel)]
 
 
 def _no_model(key: str, folder: Path) -> list[str]:
-    """What a Hugging Face folder lacks."""
+    """What a Hugging Face folder lacks, and which of its weights are cut or no weights."""
     if not folder.is_dir():
         return [f"{key}: no such folder: {folder}"]
     needed = ("config.json", "tokenizer.json")
     found = [f"{key}: {folder} has no {name}" for name in needed if not (folder / name).is_file()]
     if not any(folder.glob("*.safetensors")):
-        found.append(f"{key}: {folder} has no *.safetensors")
+        return [*found, f"{key}: {folder} has no *.safetensors"]
+    try:
+        read_size(folder, None)
+    except ConfigError as error:
+        found.append(f"{key}: {str(error).removeprefix('model.path: ')}")
     return found
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """config.json; empty where it cannot be read, which others say."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _heads(config: dict[str, Any], width: int) -> list[str]:
+    """Every GPU of an engine has the same number of attention heads, and whole key-value heads or copies of them."""
+    heads = config.get("num_attention_heads")
+    if width == 1 or not isinstance(heads, int) or heads < 1:
+        return []
+    key_heads = config.get("num_key_value_heads")
+    key_heads = key_heads if isinstance(key_heads, int) and key_heads > 0 else heads
+
+    def fits(number: int) -> bool:
+        return heads % number == 0 and (key_heads % number == 0 or number % key_heads == 0)
+
+    if fits(width):
+        return []
+    legal = [number for number in range(1, heads + 1) if fits(number)]
+    near = [max(number for number in legal if number < width), *[number for number in legal if number > width][:1]]
+    equation = f"num_attention_heads / tensor_parallel = {heads} / {width} = {heads / width:.4g}"
+    if heads % width == 0:
+        equation = f"num_key_value_heads / tensor_parallel = {key_heads} / {width} = {key_heads / width:.4g}"
+    return [f"rollout.tensor_parallel: {equation}, which is not whole; nearest that fit: {' or '.join(map(str, near))}"]
 
 
 def _lengths(recipe: Recipe) -> list[str]:
@@ -274,6 +308,21 @@ def _reference(recipe: Recipe) -> list[str]:
         "coordinator.algorithm.kl: there is no reference model; `reward.reference: {}` takes the one that the run "
         "begins with, reward.reference.path another"
     ]
+
+
+def _sinks(recipe: Recipe) -> list[str]:
+    """Those whose library is not installed."""
+    return [
+        f"coordinator.sinks: {sink.type} needs the library {sink.library}, which is not installed: {INSTALL_SINKS}"
+        for sink in recipe.coordinator.sinks
+        if not _is_installed(sink.library)
+    ]
+
+
+def _is_installed(library: str) -> bool:
+    """Not so where there is only a folder of that name: W&B leaves one wherever it was used."""
+    spec = importlib.util.find_spec(library)
+    return spec is not None and spec.origin is not None
 
 
 def _nats(recipe: Recipe) -> list[str]:

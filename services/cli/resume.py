@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.manifest import changed_files
+from services.cli.preflight import lacks
 from services.cli.recipe import Recipe, problems, read_recipe, save_recipe
 from services.cli.run_lock import locked
 from services.cli.run_processes import find_processes
+from services.cli.told import NoRun, RunAlive
 from services.cli.train import follow
 from services.common.errors import ConfigError
 
@@ -29,22 +31,26 @@ FIXED = (
     "coordinator.prompts_per_step",
     "coordinator.samples_per_prompt",
     "coordinator.algorithm",
+    "coordinator.filter",
     "coordinator.scorer",
 )
 """Sections and keys that stay as the run began."""
 
 
-def resume(run_dir: Path, assignments: list[str], modules: Mapping[str, str] | None = None) -> int:
+def resume(
+    run_dir: Path, assignments: list[str], modules: Mapping[str, str] | None = None, *, as_json: bool = False
+) -> int:
     """Goes on to the end; returns the exit code. `modules` is for tests. Raises ConfigError."""
     run_dir = run_dir.expanduser().resolve()
     if not (run_dir / "recipe.yaml").is_file():
-        raise ConfigError(f"{run_dir}: no folder of a run: there is no recipe.yaml in it")
+        raise NoRun(f"{run_dir}: no folder of a run: there is no recipe.yaml in it")
     with locked(run_dir):
         recipe, run_id = prepare(run_dir, assignments)
         save_recipe(recipe, run_dir / "recipe.yaml")
         if recipe.nats.url is None:
             shutil.rmtree(run_dir / "nats", ignore_errors=True)  # who was alive then is not now
-        return follow(recipe, run_id, ["antiphon", "train", str(run_dir / "recipe.yaml")], modules, resuming=True)
+        command = ["antiphon", "train", str(run_dir / "recipe.yaml")]
+        return follow(recipe, run_id, command, modules, resuming=True, as_json=as_json)
 
 
 def prepare(run_dir: Path, assignments: list[str]) -> tuple[Recipe, str]:
@@ -54,7 +60,7 @@ def prepare(run_dir: Path, assignments: list[str]) -> tuple[Recipe, str]:
     manifest = _manifest(run_dir)
     run_id = str(manifest["run_id"])
     if alive := find_processes(run_id):
-        raise ConfigError(
+        raise RunAlive(
             f"{run_dir}: the run is alive: {len(alive)} of its processes, e.g. {alive[0]}; wait until they ended, or "
             "stop them"
         )
@@ -70,7 +76,7 @@ def prepare(run_dir: Path, assignments: list[str]) -> tuple[Recipe, str]:
             f"{run_dir}: the run is finished, all {saved.coordinator.steps} Steps; for more of them say "
             f"coordinator.steps={2 * saved.coordinator.steps}, or another number above {saved.coordinator.steps}"
         )
-    found = [*_changed(saved, recipe), *changed_files(manifest), *problems(recipe, resuming=True)]
+    found = [*_changed(saved, recipe), *changed_files(manifest), *problems(recipe, resuming=True), *lacks(recipe)]
     if found:
         raise ConfigError("\n".join([f"{run_dir}: {len(found)} problem(s)", *(f"  {line}" for line in found)]))
     return recipe, run_id

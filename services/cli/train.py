@@ -23,8 +23,10 @@ from pathlib import Path
 from services.cli.launch.local import Death, LocalLauncher
 from services.cli.manifest import write_manifest
 from services.cli.memory import MemorySampler
+from services.cli.preflight import lacks
 from services.cli.recipe import Recipe, next_name, problems, read_recipe, save_recipe
 from services.cli.run_lock import locked
+from services.cli.told import FAILED, OK, STOPPED, RunFailed, tell
 from services.cli.view import RunProgress, View, describe_evaluation, make_view
 from services.cli.watch import Watcher
 from services.common.errors import AntiphonError, ConfigError
@@ -35,20 +37,19 @@ LAST_WORD_SECONDS = 2.0  # for the events of a coordinator that has ended, and f
 
 COORDINATOR = "coordinator-0"
 
-OK, FAILED, CONFIG, STOPPED = 0, 1, 2, 3
-"""Exit codes; a signal's is 128 + its number. 3: somebody else asked the run to stop."""
-
 
 def prepare(recipe_path: Path, assignments: list[str]) -> Recipe:
     """The checked recipe. Raises ConfigError that lists every problem; nothing was made or started then."""
     recipe = read_recipe(recipe_path, assignments)
-    found = problems(recipe)
+    found = problems(recipe) or lacks(recipe)
     if found:
         raise ConfigError("\n".join([f"{recipe_path}: {len(found)} problem(s)", *(f"  {line}" for line in found)]))
     return recipe
 
 
-def train(recipe_path: Path, assignments: list[str], modules: Mapping[str, str] | None = None) -> int:
+def train(
+    recipe_path: Path, assignments: list[str], modules: Mapping[str, str] | None = None, *, as_json: bool = False
+) -> int:
     """Runs to the end; returns the exit code. `modules` replaces services' modules, for tests. Raises ConfigError."""
     recipe = prepare(recipe_path, assignments)
     try:
@@ -58,18 +59,24 @@ def train(recipe_path: Path, assignments: list[str], modules: Mapping[str, str] 
     run_id = f"{recipe.run.name}-{secrets.token_hex(3)}"
     command = ["antiphon", "train", str(recipe_path), *assignments]
     with locked(recipe.run_dir):
-        return follow(recipe, run_id, command, modules)
+        return follow(recipe, run_id, command, modules, as_json=as_json)
 
 
 def follow(
-    recipe: Recipe, run_id: str, command: list[str], modules: Mapping[str, str] | None, *, resuming: bool = False
+    recipe: Recipe,
+    run_id: str,
+    command: list[str],
+    modules: Mapping[str, str] | None,
+    *,
+    resuming: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Runs in a folder that is there; returns the exit code. `command` is what starts such a run anew."""
     form = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
     logging.basicConfig(filename=recipe.run_dir / "cli.log", level=logging.INFO, format=form, force=True)
 
     async def run() -> int:
-        return await _Run(recipe, run_id, command, modules, resuming=resuming).to_the_end()
+        return await _Run(recipe, run_id, command, modules, resuming=resuming, as_json=as_json).to_the_end()
 
     return asyncio.run(run())
 
@@ -78,7 +85,14 @@ class _Run:
     """One run as its command sees it."""
 
     def __init__(
-        self, recipe: Recipe, run_id: str, command: list[str], modules: Mapping[str, str] | None, *, resuming: bool
+        self,
+        recipe: Recipe,
+        run_id: str,
+        command: list[str],
+        modules: Mapping[str, str] | None,
+        *,
+        resuming: bool,
+        as_json: bool,
     ) -> None:
         self._recipe = recipe
         self._command = command
@@ -86,7 +100,8 @@ class _Run:
         self._run_id = run_id
         self._resuming = resuming
         self._progress = RunProgress()
-        self._view: View = make_view(self._progress)
+        self._as_json = as_json
+        self._view: View = make_view(self._progress, as_json=as_json)
         self._launcher = LocalLauncher(recipe, self._run_dir, self._run_id, modules)
         self._watcher: Watcher | None = None
         self._memory = MemorySampler(self._run_id, self._owners, self._run_dir / "memory.jsonl")
@@ -211,6 +226,9 @@ class _Run:
         line(f"files of the run: {self._run_dir}")
         if code == OK:
             return
+        if code == FAILED:
+            reason = str(error) if error is not None else ended.reason if ended is not None else "a process ended"
+            tell(RunFailed(f"run {self._run_id}: {reason}; files of the run: {self._run_dir}"), as_json=self._as_json)
         if self._resuming or any((self._run_dir / "checkpoints").glob("step-*")):
             line(f"to go on:\n  {shlex.join(['antiphon', 'resume', str(self._run_dir)])}")
         elif export:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from antiphon.events.v1 import events_pb2
+from google.protobuf import json_format
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 QUIET_SECONDS = 5.0  # without a line; then one says what is waited for
-SHOWN_METRICS = ("reward", "loss", "completions/mean_length", "score_failures")
+SHOWN_METRICS = ("reward", "loss", "kl", "completions/mean_length", "age/max", "tokens_per_second", "score_failures")
+QUEUES = {"generate": "to be sampled", "score": "to be scored", "evaluate": "held-out prompts to be answered"}
+"""Phase to what is waiting while `of - done` is not 0."""
 Clock = Callable[[], float]
 
 
@@ -74,6 +78,43 @@ class RunProgress:
         amount = f": {self.done}/{self.of}" if self.of else ""
         what = f", {self.waiting_for}" if self.waiting_for else ""
         return f"{where}{amount}{what} ({self.phase_seconds:.0f} s)"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What one wants to see of the newest Step, by name; before the first one only what is known already."""
+        found: list[tuple[str, str]] = []
+        number = self.metrics.get
+        if (reward := number("reward")) is not None:
+            spread = number("reward_std")
+            found.append(("score", f"{reward:.4g}" + ("" if spread is None else f" (std {spread:.3g})")))
+        if self.evaluations:
+            last = self.evaluations[-1]
+            found.append(("held-out", f"{last.score_mean:.4f} on {last.dataset}, policy {last.policy_version}"))
+        if self.metrics:
+            found.append(("KL", self._kl()))
+        if (mean := number("completions/mean_length")) is not None:
+            length = f"{mean:.1f} tokens"
+            if (least := number("completions/min_length")) is not None:
+                length += f", {least:.0f} to {number('completions/max_length', 0.0):.0f}"
+            if (cut := number("completions/clipped_ratio")) is not None:
+                length += f", {cut:.0%} cut"
+            found.append(("length", length))
+        if self.metrics:
+            age = number("age/max")
+            found.append(("age", "0, on policy" if age is None else f"at most {age:.0f}"))
+        if (rate := number("tokens_per_second")) is not None:
+            found.append(("tokens/s", f"{rate:,.0f} while sampling"))
+        if self.phase in QUEUES and self.of:
+            found.append(("queue", f"{self.of - self.done} {QUEUES[self.phase]}"))
+        if (left := self.seconds_left) is not None:
+            found.append(("left", f"{duration(left)} for the Steps"))
+        return found
+
+    def _kl(self) -> str:
+        if "kl" in self.metrics:
+            return f"{self.metrics['kl']:.3g} to the reference policy"
+        mismatch = self.metrics.get("mismatch_kl_k3")
+        beside = "" if mismatch is None else f"; {mismatch:.2g} from engine to trainer"
+        return f"not measured, there is no reference policy{beside}"
 
     def _enter(self, change: events_pb2.PhaseChanged) -> None:
         now = self._clock()
@@ -146,7 +187,7 @@ class PlainView:
 
 
 class LiveView:
-    """Lines above, and below them two bars that move: the Steps and the phase."""
+    """Lines above; below them what is known of the newest Step, and two bars that move: the Steps and the phase."""
 
     def __init__(self, progress: RunProgress, console: Console | None = None) -> None:
         from rich.console import Console
@@ -171,6 +212,7 @@ class LiveView:
         self._live.stop()
 
     def _render(self) -> RenderableType:
+        from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -186,14 +228,44 @@ class LiveView:
         ]  # fmt: skip
         for bar in bars:
             table.add_row(*bar)
-        return table
+        facts = Table.grid(padding=(0, 2))
+        for fact in progress.facts():
+            facts.add_row(*fact)
+        return Group(facts, table)
 
 
-def make_view(progress: RunProgress) -> View:
-    """Live on a terminal, plain lines where output goes elsewhere."""
-    if sys.stdout.isatty():
-        return LiveView(progress)
-    return PlainView(progress, sys.stdout)
+class JsonView:
+    """Events as they come, a JSON object each; lines go to another stream as {"line": …}."""
+
+    def __init__(self, progress: RunProgress, events: TextIO, lines: TextIO) -> None:
+        self._progress = progress
+        self._events = PlainView(progress, events)
+        self._lines = PlainView(progress, lines)
+
+    def line(self, text: str) -> None:
+        self._lines.line(json.dumps({"line": text}, ensure_ascii=False))
+
+    def note(self, event: events_pb2.RunEvent) -> None:
+        self._progress.note(event)
+        self._events.line(json_format.MessageToJson(event, indent=None))
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_view(progress: RunProgress, *, as_json: bool = False, stream: TextIO | None = None) -> View:
+    """Live on a terminal, plain lines where output goes elsewhere; JSON lines on stdout, others on stderr."""
+    stream = stream or sys.stdout
+    if as_json:
+        return JsonView(progress, stream, sys.stderr)
+    if stream.isatty():
+        from rich.console import Console
+
+        return LiveView(progress, Console(file=stream, highlight=False, markup=False))
+    return PlainView(progress, stream)
 
 
 def describe_evaluation(evaluated: events_pb2.Evaluated) -> str:

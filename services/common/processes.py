@@ -91,3 +91,19 @@ async def stop(process: asyncio.subprocess.Process, grace_seconds: float) -> int
         except TimeoutError:
             logger.warning("process %d did not end within %.1f s of %s", process.pid, seconds, number.name)
     raise Expired(f"process {process.pid} did not end within {KILL_SECONDS:.0f} s of SIGKILL")
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code (negative: the signal) in words that follow on the name of a process."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    if -code == signal.SIGKILL:
+        return "was killed by SIGKILL (by somebody, or by the kernel because memory ran out)"
+    return f"was ended by {_signal_name(-code)}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal between the first and the last has no name
+        return f"signal {number}"

@@ -8,7 +8,7 @@ from antiphon.coordinator.v1 import coordinator_pb2_grpc
 from antiphon.events.v1 import events_pb2
 
 from services.common.announcements import Registry
-from services.common.config import ProcessConfig
+from services.common.config import ProcessConfig, ServiceConfig
 from services.common.worker import Worker, main
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.run import Run
@@ -19,9 +19,13 @@ TELL_SECONDS = 10.0
 
 
 async def build(process: ProcessConfig[CoordinatorConfig]) -> Worker:
-    run = Run(process)
+    return serve(process.service, Run(process))
+
+
+def serve(service: ServiceConfig, run: Run) -> Worker:
+    """The worker around a run; it ends when the run has ended and was told."""
     worker = Worker(
-        process.service,
+        service,
         events_pb2.WORKER_KIND_COORDINATOR,
         describe=run.describe,
         on_drain=run.drain,
@@ -32,7 +36,7 @@ async def build(process: ProcessConfig[CoordinatorConfig]) -> Worker:
     )
 
     async def live() -> None:
-        well = await run.run(Registry(worker.bus, process.service.run_id))
+        well = await run.run(Registry(worker.bus, service.run_id))
         await run.events.wait_until_told(TELL_SECONDS)
         worker.stop(0 if well else 1)
 

@@ -219,3 +219,35 @@ class AlgorithmConfig(Config):
         if self.truncated != "penalise" and self.truncated_penalty != 1.0:
             raise ValueError("truncated_penalty has no effect without truncated: penalise")
         return self
+
+
+class FilterConfig(Config):
+    """What becomes of a Step whose groups are filtered: further prompts are sampled, one for each that leaves."""
+
+    most_extra_prompts: int | None = Field(
+        default=None, ge=1, description="further prompts sampled for one Step at most; null: 4 x prompts_per_step"
+    )
+    when_exhausted: Literal["train", "fail"] = Field(
+        default="train", description="a Step whose further prompts are used up: train on the groups it has, or fail"
+    )
+
+
+class SpreadFilter(FilterConfig):
+    """Trains on groups whose scores differ; docs/math.md, Filters."""
+
+    type: Literal["spread"]
+    tolerance: float = Field(default=0.0, ge=0.0, description="highest - lowest score that still counts as equal")
+
+
+class MeanFilter(FilterConfig):
+    """Trains on groups whose mean score is inside an open interval; docs/math.md, Filters."""
+
+    type: Literal["mean"]
+    above: float = 0.0
+    below: float = 1.0
+
+    @model_validator(mode="after")
+    def _is_an_interval(self) -> MeanFilter:
+        if self.above >= self.below:
+            raise ValueError(f"no mean is above {self.above} and below {self.below}")
+        return self

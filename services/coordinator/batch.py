@@ -14,10 +14,11 @@ from services.coordinator.algorithm_settings import AlgorithmConfig
 from services.coordinator.algorithms import controls, shaping
 from services.coordinator.algorithms.estimators import Estimator
 from services.coordinator.algorithms.objectives import objective
+from services.coordinator.algorithms.placement import Floats
 from services.coordinator.config import SamplingConfig
 from services.coordinator.groups import Group
 from services.coordinator.identity import TrajectoryKey
-from services.coordinator.trajectories import Trajectory, key_of
+from services.coordinator.trajectories import Trajectory, key_of, loss_mask, sampled_tokens
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Batch:
 
     header: learner_pb2.StepHeader
     trajectories: list[learner_pb2.TrainTrajectory]
-    advantages: dict[TrajectoryKey, list[float]]
+    advantages: dict[TrajectoryKey, Floats]
     """Per token, of the rows that take part."""
     without_tokens: int
     """Scored rows with no trainable token: in no statistic and not sent."""
@@ -67,7 +68,7 @@ def build_batch(
     if not rewards:
         raise Unavailable(f"step {step}: every scored answer of {len(groups)} groups was cut, and truncated is 'mask'")
     siblings = [[TrajectoryKey(group.key, sample) for sample in range(group.samples)] for group in groups]
-    advantages = estimator(siblings, rewards, {key: trajectories[key].loss_mask for key in rewards})
+    advantages = estimator(siblings, rewards, {key: loss_mask(trajectories[key]) for key in rewards})
     rows = [
         _row(key, trajectories[key], advantages.rows[key], reference[key] if reference is not None else ())
         for key in sorted(rewards)
@@ -92,7 +93,7 @@ def plan_updates(
     One mini-batch keeps the canonical order; several are cut from an order shuffled anew in each epoch. N of an Update
     is the count of its own unmasked tokens. Fewer rows than mini-batches make fewer Updates: none is empty.
     """
-    tokens = {row.trajectory_id: sum(row.loss_mask) for row in rows}
+    tokens = {row.trajectory_id: sampled_tokens(row) for row in rows}
     parts = min(mini_batches, len(rows))
     updates = []
     for epoch in range(epochs):
@@ -106,7 +107,7 @@ def plan_updates(
 
 
 def _row(
-    key: TrajectoryKey, trajectory: Trajectory, advantages_T: list[float], reference_T: Sequence[float]
+    key: TrajectoryKey, trajectory: Trajectory, advantages_T: Floats, reference_T: Sequence[float]
 ) -> learner_pb2.TrainTrajectory:
     return learner_pb2.TrainTrajectory(
         trajectory_id=str(key),
@@ -115,5 +116,5 @@ def _row(
         version_spans=trajectory.version_spans,
         behavior_logprobs=trajectory.behavior_logprobs,
         reference_logprobs=reference_T,
-        advantages=advantages_T,
+        advantages=advantages_T.tolist(),
     )

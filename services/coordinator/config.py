@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from services.common.config import Config
+from services.common.errors import ConfigError
 from services.coordinator import sources
-from services.coordinator.algorithm_settings import AlgorithmConfig
+from services.coordinator.algorithm_settings import AlgorithmConfig, MeanFilter, SpreadFilter
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
 """Of a data set: it stands in ids and in names of files."""
@@ -148,6 +149,15 @@ class DataConfig(SourceConfig):
         default=0.0, ge=0.0, lt=1.0, description="share of a data set's rows that may be bad and are left out, by name"
     )
 
+    def own_template(self) -> str | None:
+        """The text of the chat template in place of the model's; None: there is none. Raises ConfigError."""
+        if self.template is None or is_template(self.template):
+            return self.template
+        try:
+            return Path(self.template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"data.template: {self.template}: cannot be read: {error}") from None
+
     @property
     def all_sources(self) -> tuple[WeightedSource, ...]:
         if self.sources:
@@ -192,7 +202,7 @@ class HeldoutSource(SourceConfig):
 
 
 class EvaluationConfig(HeldoutSource):
-    """Greedy answers to held-out prompts, pinned to one policy version. What becomes of rows is as `data` says."""
+    """Answers to held-out prompts, greedy unless told otherwise, by one policy version. Rows are as `data` says."""
 
     name: str | None = Field(default="evaluation", pattern=NAME, description="data set, in ids and files")
     sources: tuple[HeldoutSource, ...] = Field(default=(), description="several data sets, in place of path")
@@ -200,6 +210,17 @@ class EvaluationConfig(HeldoutSource):
     at_start: bool = True
     at_end: bool = True
     max_tokens: int = Field(ge=1)
+    temperature: float = Field(default=0.0, ge=0.0, description="0: greedy")
+    samples: int = Field(default=1, ge=1, description="answers to each prompt; more than one needs a temperature")
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvaluationConfig:
+        if self.samples > 1 and not self.temperature:
+            raise ValueError(
+                f"samples: {self.samples} greedy answers to a prompt are all the same; set temperature above 0, or "
+                "samples to 1"
+            )
+        return self
 
     def all_sources(self, data: DataConfig) -> tuple[SourceConfig, ...]:
         """The data sets, each with its columns."""
@@ -281,6 +302,32 @@ class CheckpointConfig(Config):
     seconds: float = Field(default=600.0, gt=0.0, description="for one to be written, or loaded")
 
 
+class TensorBoardSink(Config):
+    """Event files in <run folder>/tensorboard."""
+
+    library: ClassVar[str] = "tensorboard"
+    type: Literal["tensorboard"]
+
+
+class WandbSink(Config):
+    """Weights & Biases; what it needs to know beside comes from its own variables (WANDB_API_KEY, WANDB_MODE, …)."""
+
+    library: ClassVar[str] = "wandb"
+    type: Literal["wandb"]
+    project: str = Field(default="antiphon", min_length=1)
+
+
+class TrackioSink(Config):
+    """trackio, on this machine or on a server of one's own (TRACKIO_SERVER_URL)."""
+
+    library: ClassVar[str] = "trackio"
+    type: Literal["trackio"]
+    project: str = Field(default="antiphon", min_length=1)
+
+
+SinkConfig = TensorBoardSink | WandbSink | TrackioSink
+
+
 class CoordinatorConfig(Config):
     """One run."""
 
@@ -291,12 +338,18 @@ class CoordinatorConfig(Config):
     prompts_per_step: int = Field(ge=1)
     samples_per_prompt: int = Field(ge=1)
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    filter: Annotated[SpreadFilter | MeanFilter, Field(discriminator="type")] | None = Field(
+        default=None, description="groups that are sampled and not trained; null: none"
+    )
     scorer: str = Field(description="name, or name@version, of a scorer of the reward service")
     failure_budget: float = Field(default=0.2, ge=0.0, le=1.0, description="share of a Batch that may go unscored")
     score_tries: int = Field(default=3, ge=1, description="times a group is sent to be scored when the machinery fails")
     evaluation: EvaluationConfig | None = None
     publication: PublicationConfig = PublicationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    sinks: tuple[Annotated[SinkConfig, Field(discriminator="type")], ...] = Field(
+        default=(), description="where metrics go beside metrics.jsonl: tensorboard, wandb, trackio"
+    )
     self_check: SelfCheckConfig = SelfCheckConfig()
     warm_up: bool = Field(
         default=True, description="before the first Step, one without effect on the longest rows that may come up"
@@ -319,9 +372,33 @@ class CoordinatorConfig(Config):
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
+    def most_prompts_per_step(self) -> int:
+        """Prompts that are sampled for one Step at most, those that a filter takes out included."""
+        if self.filter is None:
+            return self.prompts_per_step
+        extra = self.filter.most_extra_prompts
+        return self.prompts_per_step + (4 * self.prompts_per_step if extra is None else extra)
+
+    @property
     def planned_updates(self) -> int:
         """Optimizer updates of the whole run: what a learning-rate schedule counts."""
         return self.steps * self.algorithm.epochs * self.algorithm.mini_batches
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _by_name(cls, sinks: Any) -> Any:
+        """The name of a sink alone means that sink with nothing set."""
+        if not isinstance(sinks, list | tuple):
+            return sinks
+        return [{"type": sink} if isinstance(sink, str) else sink for sink in sinks]
+
+    @field_validator("sinks")
+    @classmethod
+    def _one_of_each(cls, sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
+        kinds = [sink.type for sink in sinks]
+        if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise ValueError(f"{', '.join(twice)} is there twice; name each sink once")
+        return sinks
 
     @model_validator(mode="after")
     def _data_sets_have_names(self) -> CoordinatorConfig:
@@ -332,6 +409,11 @@ class CoordinatorConfig(Config):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> CoordinatorConfig:
+        if self.filter is not None and self.samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt is {self.samples_per_prompt}, and filter {self.filter.type!r} looks at how the "
+                "samples of one prompt differ: it would leave nothing to train on; take 2 or more, or no filter"
+            )
         if self.samples_per_prompt < 2 and self.algorithm.advantage.compares:
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}, and advantage {self.algorithm.advantage.type!r} "
@@ -350,3 +432,9 @@ class CoordinatorConfig(Config):
                 f"would be empty; take 1 to {self.trajectories_per_step}"
             )
         return self
+
+
+class AnswersConfig(CoordinatorConfig):
+    """Answers to held-out prompts and nothing else: no Step (services/coordinator/answers.py)."""
+
+    score: bool = Field(description="false: nobody scores the answers, and no reward worker is waited for")

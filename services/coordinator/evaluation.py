@@ -1,4 +1,4 @@
-"""Evaluation: one greedy answer to each held-out prompt, all by one policy version, scored as in training."""
+"""Evaluation: answers to held-out prompts, all by one policy version, scored as in training."""
 
 from __future__ import annotations
 
@@ -32,11 +32,17 @@ OnProgress = Callable[[int, int], None]
 class _Graded:
     prompt: Prompt
     trajectory: Trajectory
-    answer: reward_pb2.ScoreResponse
+    answer: reward_pb2.ScoreResponse | None
+    """None: nobody was asked to score it."""
 
     @property
     def score(self) -> float | None:
-        return self.answer.score.value if self.answer.WhichOneof("outcome") == "score" else None
+        answer = self.answer
+        return answer.score.value if answer is not None and answer.WhichOneof("outcome") == "score" else None
+
+    @property
+    def failure(self) -> reward_pb2.ScoreResponse | None:
+        return self.answer if self.score is None else None
 
 
 class Evaluation:
@@ -45,7 +51,7 @@ class Evaluation:
     def __init__(
         self,
         sampler: Sampler,
-        scorer: Scorer,
+        scorer: Scorer | None,
         text: Text,
         dataset: Dataset,
         config: EvaluationConfig,
@@ -75,19 +81,28 @@ class Evaluation:
     async def run(self, version: int, on_progress: OnProgress) -> events_pb2.Evaluated:
         """The mean score of this version; every answer is in evaluations/<data set>-v<version>.jsonl.
 
-        Prompts that could not be scored are counted and in no mean. Raises Unavailable when they exceed the budget.
+        Of several answers to a prompt the mean counts, so that each prompt weighs the same. Those that could not be
+        scored are counted and in no mean. Raises Unavailable when they exceed the budget. Without a scorer there is no
+        mean: it is 0 then, and means nothing.
         """
         tasks = [asyncio.create_task(self._one(prompt, version)) for prompt in self._dataset.prompts]
         try:
             for done, task in enumerate(asyncio.as_completed(tasks), 1):
                 await task
                 on_progress(done, len(tasks))
-            graded = [task.result() for task in tasks]
+            by_prompt = [task.result() for task in tasks]
         finally:
             await cancelled(*tasks)
+        graded = [one for answers in by_prompt for one in answers]
         self._write(graded, version)
-        scores = [one.score for one in graded if one.score is not None]
-        failures = [one.answer for one in graded if one.score is None]
+        if self._scorer is None:
+            return events_pb2.Evaluated(dataset=self._dataset.name, policy_version=version, prompts=len(by_prompt))
+        scores = [
+            math.fsum(scored) / len(scored)
+            for answers in by_prompt
+            if (scored := [one.score for one in answers if one.score is not None])
+        ]
+        failures = [one.failure for one in graded if one.failure is not None]
         if len(failures) > self._failure_budget * len(graded) or not scores:
             raise Unavailable(
                 f"evaluation of version {version} on {self._dataset.name}: {len(failures)} of {len(graded)} answers "
@@ -97,23 +112,25 @@ class Evaluation:
         return events_pb2.Evaluated(
             dataset=self._dataset.name,
             policy_version=version,
-            prompts=len(graded),
+            prompts=len(by_prompt),
             score_mean=math.fsum(scores) / len(scores),
             failures=len(failures),
         )
 
-    async def _one(self, prompt: Prompt, version: int) -> _Graded:
-        (trajectory,) = await self._sampler.sample(
+    async def _one(self, prompt: Prompt, version: int) -> list[_Graded]:
+        sampled = await self._sampler.sample(
             PromptKey(self._dataset.name, 0, prompt.row),
             prompt,
-            samples=1,
-            temperature=0.0,
+            samples=self._config.samples,
+            temperature=self._config.temperature,
             max_tokens=self._config.max_tokens,
             version=version,
             deadline_seconds=self._seconds,
         )
-        (answer,) = await self._scorer.score(prompt, [trajectory], self._seconds)
-        return _Graded(prompt, trajectory, answer)
+        if self._scorer is None:
+            return [_Graded(prompt, trajectory, None) for trajectory in sampled]
+        answers = await self._scorer.score(prompt, sampled, self._seconds)
+        return [_Graded(prompt, *pair) for pair in zip(sampled, answers, strict=True)]
 
     def _write(self, graded: list[_Graded], version: int) -> None:
         """In row order; written aside, then renamed, so a file that is there is whole."""
@@ -125,11 +142,14 @@ class Evaluation:
                 ids = trajectories.sampled_ids(one.trajectory)
                 line = {
                     "row": one.prompt.row,
+                    "sample": one.trajectory.sample_number,
                     "policy_version": version,
                     "prompt": one.prompt.text,
                     "response": self._text.decode(ids, special_tokens=False),
                     "score": one.score,
-                    "failure": None if one.score is not None else scoring.describe_failure(one.answer),
+                    "parts": {part.name: part.value for part in one.answer.score.parts} if one.answer else {},
+                    "failure": None if one.failure is None else scoring.describe_failure(one.failure),
+                    "tokens": len(ids),
                     "reference": one.prompt.reference,
                     "finish_reason": trajectory_pb2.FinishReason.Name(one.trajectory.finish_reason),
                 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from antiphon.reward.v1 import reward_pb2
@@ -24,24 +24,33 @@ class GroupState(Enum):
     """Every trajectory is scored or has failed to be, at least one is scored."""
     FAILED = "failed"
     """None could be scored: it enters no Batch."""
+    FILTERED = "filtered"
+    """Scored, and not worth training on: it enters no Batch."""
 
 
 _NEXT: dict[GroupState, tuple[GroupState, ...]] = {
     GroupState.ADMITTED: (GroupState.SAMPLED,),
-    GroupState.SAMPLED: (GroupState.COMPLETE, GroupState.FAILED),
+    GroupState.SAMPLED: (GroupState.COMPLETE, GroupState.FAILED, GroupState.FILTERED),
     GroupState.COMPLETE: (),
     GroupState.FAILED: (),
+    GroupState.FILTERED: (),
 }
 
 
 class Group:
     """Gathers what belongs to one prompt; by sample number, never by order of arrival."""
 
-    def __init__(self, key: PromptKey, prompt: Prompt, samples: int) -> None:
+    def __init__(
+        self, key: PromptKey, prompt: Prompt, samples: int, keeps: Callable[[Sequence[float]], bool] | None = None
+    ) -> None:
+        """`keeps` says of the scores that take part whether the group is trained; without it every group is."""
         self.key = key
         self.prompt = prompt
         self.samples = samples
         self.state = GroupState.ADMITTED
+        self.has_left = False
+        """FAILED or FILTERED. Looked at for every group whenever a trajectory comes, so it is an attribute."""
+        self._keeps = keeps
         self._trajectories: dict[int, Trajectory] = {}
         self._answers: dict[int, reward_pb2.ScoreResponse] = {}
 
@@ -52,7 +61,7 @@ class Group:
 
     @property
     def finished(self) -> bool:
-        return self.state in (GroupState.COMPLETE, GroupState.FAILED)
+        return self.state is not GroupState.ADMITTED and self.state is not GroupState.SAMPLED
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -93,8 +102,12 @@ class Group:
         if len(scorers) != 1:
             raise Conflict(f"group {self.key}: scored by {' and '.join(scorers)}; a group is scored by one version")
         self._answers = by_sample
-        scored = any(answer.WhichOneof("outcome") == "score" for answer in answers)
-        self._move(GroupState.COMPLETE if scored else GroupState.FAILED)
+        if not any(answer.WhichOneof("outcome") == "score" for answer in answers):
+            self._move(GroupState.FAILED)
+        elif self._keeps is None or self._keeps(list(self.rewards().values())):
+            self._move(GroupState.COMPLETE)
+        else:
+            self._move(GroupState.FILTERED)
 
     def rewards(self) -> dict[TrajectoryKey, float]:
         """Scores of the trajectories that take part: scored, with at least one trainable token."""
@@ -108,3 +121,4 @@ class Group:
         if state not in _NEXT[self.state]:
             raise Internal(f"group {self.key}: cannot go from {self.state.value} to {state.value}")
         self.state = state
+        self.has_left = state in (GroupState.FAILED, GroupState.FILTERED)

@@ -34,16 +34,32 @@ class Inputs:
 
 def read_inputs(config: CoordinatorConfig, model: ModelConfig) -> Inputs:
     """Reads everything; blocks for as long as that takes. Raises ConfigError that lists what is wrong."""
-    text = Text(Path(model.path))
     data = config.data
+    text = Text(Path(model.path))
     training = tuple(load_dataset(source, data, text, weight=source.weight) for source in data.all_sources)
     _check_sizes(training, config.prompts_per_step)
     longest = max(dataset.longest for dataset in training) + config.sampling.max_tokens
-    heldout: tuple[Dataset, ...] = ()
-    if config.evaluation is not None:
-        heldout = tuple(load_dataset(source, data, text) for source in config.evaluation.all_sources(data))
-        longest = max(longest, *(dataset.longest + config.evaluation.max_tokens for dataset in heldout))
-    return Inputs(text, training, heldout, longest)
+    heldout = _read_heldout(config, text)
+    return Inputs(text, training, heldout, max(longest, _longest_heldout(config, heldout)))
+
+
+def read_heldout(config: CoordinatorConfig, model: ModelConfig) -> Inputs:
+    """As `read_inputs`, without the prompts that are trained on."""
+    text = Text(Path(model.path))
+    heldout = _read_heldout(config, text)
+    return Inputs(text, (), heldout, _longest_heldout(config, heldout))
+
+
+def _read_heldout(config: CoordinatorConfig, text: Text) -> tuple[Dataset, ...]:
+    if config.evaluation is None:
+        return ()
+    return tuple(load_dataset(source, config.data, text) for source in config.evaluation.all_sources(config.data))
+
+
+def _longest_heldout(config: CoordinatorConfig, heldout: Sequence[Dataset]) -> int:
+    if config.evaluation is None:
+        return 0
+    return max(dataset.longest for dataset in heldout) + config.evaluation.max_tokens
 
 
 def _check_sizes(training: Sequence[Dataset], prompts_per_step: int) -> None:

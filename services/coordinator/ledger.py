@@ -28,6 +28,7 @@ from services.coordinator.batch import Batch
 from services.coordinator.groups import Group, GroupState
 from services.coordinator.identity import PromptKey, TrajectoryKey
 from services.coordinator.ledger_schema import SCHEMA, SCHEMA_VERSION
+from services.coordinator.trajectories import sampled_tokens
 from services.coordinator.waits import within
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Ledger:
                     "group_id": str(prompt),
                     "sample": trajectory.sample_number,
                     "oldest_version": min((span.policy_version for span in trajectory.version_spans), default=-1),
-                    "sampled_tokens": sum(trajectory.loss_mask),
+                    "sampled_tokens": sampled_tokens(trajectory),
                     "message": trajectory.SerializeToString(deterministic=True),
                 }
             )
@@ -151,10 +152,18 @@ class Ledger:
 
         await self._write(write)
 
-    async def record_batch(self, batch: Batch) -> None:
-        """A Batch as it is about to be sent. Raises Conflict when one of its trajectories was in a Batch before."""
-        header = batch.header.SerializeToString(deterministic=True)
-        head = {"step": batch.step, "digest": batch.header.batch_digest, "header": header}
+    async def record_batch(self, batch: Batch, *, prompts_wanted: int, next_admission: int) -> None:
+        """A Batch as it is about to be sent, and the position in the order of the prompts where the next one begins.
+
+        Raises Conflict when one of its trajectories was in a Batch before.
+        """
+        head = {
+            "step": batch.step,
+            "digest": batch.header.batch_digest,
+            "header": batch.header.SerializeToString(deterministic=True),
+            "prompts_wanted": prompts_wanted,
+            "next_admission": next_admission,
+        }
         rows = [
             {
                 "trajectory_id": row.trajectory_id,

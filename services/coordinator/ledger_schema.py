@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = """
 CREATE TABLE run (
@@ -29,7 +29,7 @@ CREATE TABLE groups (
     row INTEGER NOT NULL,
     admission INTEGER NOT NULL UNIQUE, -- position in the order of the run, from 0
     samples INTEGER NOT NULL CHECK (samples >= 1),
-    state TEXT NOT NULL CHECK (state IN ('admitted', 'sampled', 'complete', 'failed')),
+    state TEXT NOT NULL CHECK (state IN ('admitted', 'sampled', 'complete', 'failed', 'filtered')),
     FOREIGN KEY (dataset, epoch, row) REFERENCES prompts (dataset, epoch, row),
     UNIQUE (dataset, epoch, row)
 ) STRICT;
@@ -59,6 +59,8 @@ CREATE TABLE batches (
     step INTEGER PRIMARY KEY CHECK (step >= 1),
     digest BLOB NOT NULL CHECK (length(digest) = 32),
     header BLOB NOT NULL,             -- antiphon.learner.v1.StepHeader
+    prompts_wanted INTEGER NOT NULL CHECK (prompts_wanted >= 1), -- prompts_per_step
+    next_admission INTEGER NOT NULL CHECK (next_admission >= 1), -- every prompt before it was this Step's or earlier
     committed_at REAL NOT NULL
 ) STRICT;
 

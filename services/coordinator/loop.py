@@ -14,8 +14,9 @@
     EPISODE  a finished Group: each       an engine that serves the policy and   the stream's end, the score; a worker
              trajectory scored, or        has a free slot; a reward worker       that dies fails the call at once
              failed and counted
-    COLLECT  the Groups of one Step, in   its Groups, in admission order;        each trajectory, each score
-             admission order              generate_seconds, score_seconds
+    COLLECT  the Groups of one Step, in   its Groups, in admission order, and    each trajectory, each score; what the
+             admission order; those that  those that replace filtered ones;      filter takes out leaves, and ADMIT
+             are filtered go no further   generate_seconds, score_seconds        replaces it (collecting.py)
     TRAIN    a Batch, durable before it   the learner; train_seconds             its result, progress in between
              is sent; a Step, once                                               (silence is an error)
     PUBLISH  a policy that every engine   learner and engines; twice             what the engines say they hold
@@ -31,36 +32,35 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 
 from antiphon.events.v1 import events_pb2
 from antiphon.learner.v1 import learner_pb2
 from antiphon.types.v1 import policy_pb2, progress_pb2
 
 from services.common import trace
-from services.common.errors import Expired, Internal, Unavailable
-from services.coordinator import scoring
+from services.common.errors import Internal
+from services.coordinator.admissions import Admissions, Share
+from services.coordinator.algorithms import Keeps
 from services.coordinator.algorithms.estimators import Estimator
 from services.coordinator.batch import Batch, build_batch
+from services.coordinator.collecting import Collector
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.data import Order
 from services.coordinator.episodes import SingleTurn
 from services.coordinator.events import EventLog
-from services.coordinator.groups import Group, GroupState
+from services.coordinator.groups import Group
 from services.coordinator.identity import PromptKey
 from services.coordinator.ledger import Ledger
-from services.coordinator.metrics import MetricsFile, batch_metrics, step_metrics
+from services.coordinator.metrics import MetricsFile, batch_metrics, filter_metrics, step_metrics
 from services.coordinator.publication import Publication, Published
 from services.coordinator.reference import Reference
 from services.coordinator.resuming import StoredGroup
 from services.coordinator.sampling import Sampler
-from services.coordinator.schedule import Counts, Schedule
+from services.coordinator.schedule import Schedule
 from services.coordinator.scoring import Scorer
 from services.coordinator.waits import StopSignal, cancelled, within
 from services.coordinator.workers import Workers
-
-FAILURES_LISTED = 5
 
 
 class Loop:
@@ -78,6 +78,7 @@ class Loop:
         reference: Reference | None,
         schedule: Schedule,
         estimator: Estimator,
+        keeps: Keeps | None,
         workers: Workers,
         publication: Publication,
         ledger: Ledger,
@@ -87,8 +88,11 @@ class Loop:
         evaluate: Callable[[int], Awaitable[None]],
         save: Callable[[int], Awaitable[None]],
         waiting: Mapping[PromptKey, StoredGroup],
+        position: int,
     ) -> None:
-        """The Steps begin after the policy's version; `waiting` are groups admitted for them in an earlier life."""
+        """The Steps begin after the policy's version, with the prompt at `position` in the order; `waiting` are groups
+        that were admitted for them in an earlier life.
+        """
         self._config = config
         self._seed = seed
         self.policy = policy
@@ -97,6 +101,7 @@ class Loop:
         self._schedule = schedule
         self._estimator = estimator
         self._reference = reference
+        self._keeps = keeps
         self._workers = workers
         self._publication = publication
         self._ledger = ledger
@@ -108,10 +113,15 @@ class Loop:
         self._waiting = waiting
         self.steps_done = policy.version
         self._published = policy.version
-        # The position in the order of the prompts: each Step takes as many, so nothing else need be remembered.
-        self._admitted = self._trained = policy.version * config.prompts_per_step
-        # Admitted and not trained, in admission order.
-        self._groups: deque[Group] = deque()
+        self._admissions = Admissions(
+            wanted=config.prompts_per_step,
+            most=config.most_prompts_per_step,
+            refills=keeps is not None,
+            steps=config.steps,
+            steps_done=policy.version,
+            position=position,
+        )
+        self._collector = Collector(config, self._admissions, workers, events, self._until)
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._change = asyncio.Event()
@@ -129,8 +139,8 @@ class Loop:
 
     async def _step(self, step: int) -> None:
         started = time.monotonic()
-        groups, times = await self._stop.interrupting(self._collect(step))
-        metrics = await self._stop.after(self._train_and_publish(step, groups), self._config.stop_seconds)
+        share, times = await self._stop.interrupting(self._collector.collect(step))
+        metrics = await self._stop.after(self._train_and_publish(step, share), self._config.stop_seconds)
         metrics |= times | {"time/step": time.monotonic() - started}
         metrics["tokens_per_second"] = metrics["tokens"] / max(times["time/generate"], 1e-9)
         self._metrics.write(step, self.policy.version, metrics)
@@ -145,99 +155,29 @@ class Loop:
     # ADMIT and EPISODE
 
     async def _admit(self) -> None:
-        total = self._config.steps * self._config.prompts_per_step
-        while self._admitted < total:
-            await self._until(lambda: self._schedule.may_admit(self._counts()))
-            key, prompt = self._order.at(self._admitted)
-            group = Group(key, prompt, self._config.samples_per_prompt)
+        """Without end: a group that leaves may open the door again."""
+        admissions = self._admissions
+        while True:
+            await self._until(
+                lambda: not admissions.all_admitted and self._schedule.may_admit(admissions.counts(self._published))
+            )
+            position, step = admissions.position, admissions.step
+            key, prompt = self._order.at(position)
+            group = Group(key, prompt, self._config.samples_per_prompt, self._keeps)
             if key in self._waiting:
                 self._waiting[key].restore(group, self._published)
-            step = 1 + self._admitted // self._config.prompts_per_step
-            self._groups.append(group)
-            self._start(self._run_episode(group, self._admitted, self._published), self._context(step))
-            self._admitted += 1
+            admissions.add(group)
+            self._start(self._run_episode(group, position, self._published), self._context(step))
             self._tell()
 
     async def _run_episode(self, group: Group, admission: int, version: int) -> None:
         await self._ledger.admit(group, admission)
         await self._episode.run(group, version)
 
-    def _counts(self) -> Counts:
-        finished = sum(group.finished for group in self._groups)
-        return Counts(
-            running=len(self._groups) - finished,
-            finished=finished,
-            trained=self._trained,
-            published=self._published,
-            batch=self._config.prompts_per_step,
-        )
-
-    # COLLECT
-
-    async def _collect(self, step: int) -> tuple[list[Group], dict[str, float]]:
-        """The groups of a Step, finished, and how long sampling and what scoring was left after it took."""
-        config = self._config
-        total = config.trajectories_per_step
-        engines = ", ".join(client.worker_id for client in self._workers.serving())
-        started = time.monotonic()
-        self._events.enter(
-            events_pb2.RUN_PHASE_GENERATE,
-            step,
-            f"{total} trajectories from {engines}, {config.generate_seconds:.0f} s at most",
-        )
-        await self._all_groups(step, config.generate_seconds, "sampled", lambda g: g.state is not GroupState.ADMITTED)
-        sampled = time.monotonic()
-        rewards = ", ".join(client.worker_id for client in self._workers.rewards())
-        self._events.enter(
-            events_pb2.RUN_PHASE_SCORE, step, f"{total} scores from {rewards}, {config.score_seconds:.0f} s at most"
-        )
-        groups = await self._all_groups(step, config.score_seconds, "scored", lambda g: g.finished)
-        self._judge_failures(step, groups)
-        return groups, {"time/generate": sampled - started, "time/score": time.monotonic() - sampled}
-
-    async def _all_groups(self, step: int, seconds: float, verb: str, reached: Callable[[Group], bool]) -> list[Group]:
-        """The next groups in admission order, once all have reached a state; tells progress in trajectories."""
-        wanted, samples = self._config.prompts_per_step, self._config.samples_per_prompt
-
-        def next_groups() -> list[Group]:
-            return [self._groups[n] for n in range(min(wanted, len(self._groups)))]
-
-        def all_reached() -> bool:
-            groups = next_groups()
-            done = sum(samples if reached(g) else g.sampled if verb == "sampled" else 0 for g in groups)
-            self._events.progress(done, wanted * samples)
-            return done == wanted * samples
-
-        try:
-            async with within(seconds, verb):
-                await self._until(all_reached)
-        except Expired:
-            late = [str(group.key) for group in next_groups() if not reached(group)]
-            raise Expired(
-                f"step {step}: {len(late)} of {wanted} groups not {verb} after {seconds:.0f} s: "
-                f"{', '.join(late[:FAILURES_LISTED])}{', …' if len(late) > FAILURES_LISTED else ''}"
-            ) from None
-        return next_groups()
-
-    def _judge_failures(self, step: int, groups: Sequence[Group]) -> None:
-        """Names what could not be scored, and ends the run when it is more than the budget."""
-        failures = [answer for group in groups for answer in group.failures]
-        if not failures:
-            return
-        total = self._config.trajectories_per_step
-        listed = "; ".join(scoring.describe_failure(answer) for answer in failures[:FAILURES_LISTED])
-        more = "" if len(failures) <= FAILURES_LISTED else f"; and {len(failures) - FAILURES_LISTED} more"
-        message = (
-            f"step {step}: {len(failures)} of {total} trajectories could not be scored and are left out: {listed}{more}"
-        )
-        if len(failures) > self._config.failure_budget * total:
-            raise Unavailable(f"{message}; failure_budget allows {self._config.failure_budget:.0%}")
-        self._events.notice("warning", message)
-
     # TRAIN and PUBLISH
 
-    async def _train_and_publish(self, step: int, groups: list[Group]) -> dict[str, float]:
-        metrics = await self._train(step, groups)
+    async def _train_and_publish(self, step: int, share: Share) -> dict[str, float]:
+        metrics = await self._train(step, share)
         if self._schedule.publishes_after(step):
             started = time.monotonic()
             published = await self._publish(step)
@@ -246,25 +186,25 @@ class Loop:
             metrics[f"control/{self._config.algorithm.control}"] = 1.0
         return metrics
 
-    async def _train(self, step: int, groups: list[Group]) -> dict[str, float]:
+    async def _train(self, step: int, share: Share) -> dict[str, float]:
         config = self._config
         started = time.monotonic()
         reference = None
         if self._reference is not None:
             async with within(config.score_seconds, f"reference log-probs of step {step}"):
-                reference = await self._reference.logprobs(groups, config.score_seconds)
+                reference = await self._reference.logprobs(share.kept, config.score_seconds)
         referred = time.monotonic()
         batch = await asyncio.to_thread(
             build_batch,
             step,
-            groups,
+            share.kept,
             self._estimator,
             config.algorithm,
             sampling=config.sampling,
             seed=self._seed,
             reference=reference,
         )
-        await self._ledger.record_batch(batch)
+        await self._ledger.record_batch(batch, prompts_wanted=config.prompts_per_step, next_admission=share.end)
         built = time.monotonic()
         learner = self._workers.learner()
         what = f"step {step} on {len(batch.trajectories)} trajectories at {learner.worker_id}"
@@ -275,15 +215,14 @@ class Loop:
         await self._ledger.record_step(result)
         self.policy = result.policy
         self.steps_done = step
-        self._trained += len(groups)
-        for _ in groups:
-            self._groups.popleft()
+        self._admissions.trained(share)
         if skipped := sum(update.skipped for update in result.updates):
             self._events.notice("warning", f"step {step}: {skipped} Update(s) left out: the gradient was not finite")
         times = {"time/batch": built - referred, "time/train": time.monotonic() - built}
         if self._reference is not None:
             times["time/reference"] = referred - started
-        return batch_metrics(groups, batch) | step_metrics(result) | times
+        numbers = batch_metrics(share.groups, batch) | step_metrics(result) | times
+        return numbers if self._keeps is None else numbers | filter_metrics(share.groups, share.kept)
 
     async def _publish(self, step: int) -> Published:
         engines = ", ".join(client.worker_id for client in self._workers.rollouts())

@@ -18,17 +18,20 @@ from antiphon.learner.v1 import learner_pb2
 from antiphon.types.v1 import trajectory_pb2
 
 from services.coordinator.batch import Batch
-from services.coordinator.groups import Group
+from services.coordinator.groups import Group, GroupState
+from services.coordinator.trajectories import sampled_tokens
 
 
 class MetricsFile:
-    """run_dir/metrics.jsonl: one object per line, appended and flushed."""
+    """run_dir/metrics.jsonl: one object per line, appended and flushed; then `on_line` is called, if it is set."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
         self.steps = _steps_in(path)
         """Those whose lines an earlier life of the run wrote."""
         self._file = path.open("a", encoding="utf-8")
+        self.on_line: Callable[[], None] = lambda: None
 
     def write(self, step: int, policy_version: int, numbers: Mapping[str, float]) -> None:
         """A line; a number that is not finite becomes null, since JSON has no other word for it."""
@@ -36,6 +39,7 @@ class MetricsFile:
         line.update({name: value if math.isfinite(value) else None for name, value in numbers.items()})
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+        self.on_line()
 
     def close(self) -> None:
         self._file.close()
@@ -55,28 +59,24 @@ def _steps_in(path: Path) -> set[int]:
 
 
 def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
-    """What the groups of a Step were like, as sampled and scored.
+    """What the groups of a Step were like, as sampled and scored; with a filter, before it took any out.
 
     reward, reward_std: over every scored trajectory (std unbiased). frac_reward_zero_std: share of groups whose raw
     scores are all equal. completions/*: over every sampled trajectory, lengths in sampled tokens, cut ones included.
     """
     scores = [a.score.value for group in groups for a in group.answers if a.WhichOneof("outcome") == "score"]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]
+    lengths = [sampled_tokens(trajectory) for trajectory in trajectories]
     cut = sum(trajectory.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH for trajectory in trajectories)
-    advantages = [
-        advantage
-        for row in batch.trajectories
-        for advantage, trained in zip(row.advantages, row.loss_mask, strict=True)
-        if trained
-    ]
+    advantages = list(batch.advantages.values())  # 0 where they are not trained
+    trained = sum(map(sampled_tokens, batch.trajectories))
     numbers = {
         "reward": _mean(scores),
         "reward_std": statistics.stdev(scores) if len(scores) > 1 else 0.0,
         "frac_reward_zero_std": sum(_all_equal(group) for group in groups) / len(groups),
         "groups_without_signal": float(batch.groups_without_signal),
-        "advantages/mean": _mean(advantages),
-        "advantages/abs_max": max(map(abs, advantages)),
+        "advantages/mean": math.fsum(float(row.sum()) for row in advantages) / trained,
+        "advantages/abs_max": max(float(abs(row).max()) for row in advantages),
         "completions/mean_length": _mean(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
@@ -87,9 +87,19 @@ def batch_metrics(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         "trajectories_masked": float(batch.masked),
         "score_failures": float(sum(len(group.failures) for group in groups)),
         "tokens": float(sum(lengths)),
-        "tokens_trained": float(sum(sum(row.loss_mask) for row in batch.trajectories)),
+        "tokens_trained": float(trained),
     }
     return numbers | _part_means(groups)
+
+
+def filter_metrics(groups: Sequence[Group], kept: Sequence[Group]) -> dict[str, float]:
+    """What a filter took out of the groups that were sampled for a Step; those without any score are not its doing."""
+    filtered = sum(group.state is GroupState.FILTERED for group in groups)
+    return {
+        "filter/prompts_sampled": float(len(groups)),
+        "filter/filtered_share": filtered / len(groups),
+        "filter/groups_trained": float(len(kept)),
+    }
 
 
 def step_metrics(result: learner_pb2.StepResult) -> dict[str, float]:

@@ -44,11 +44,15 @@ class StoredGroup:
     admission: int
     samples: int
     token_ids: tuple[int, ...]
+    state: str
     trajectories: tuple[trajectory_pb2.Trajectory, ...]
     answers: tuple[reward_pb2.ScoreResponse, ...]
 
     def restore(self, group: Group, version: int) -> None:
-        """Gives a newly admitted group what is stored. Raises Conflict when another policy version sampled it."""
+        """Gives a newly admitted group what is stored.
+
+        Raises Conflict when another policy version sampled it, or when it is judged otherwise than it was.
+        """
         for trajectory in self.trajectories:
             versions = {span.policy_version for span in trajectory.version_spans}
             if versions - {version}:
@@ -59,6 +63,11 @@ class StoredGroup:
             group.add_trajectory(trajectory)
         if self.answers:
             group.add_answers(self.answers)
+            if group.state.value != self.state:
+                raise Conflict(
+                    f"{self.key}: stored as {self.state}, by its scores it is {group.state.value}: coordinator.filter "
+                    "was changed since; a run goes on with what it began with"
+                )
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class Stored:
     """The last Step that the learner said it applied."""
     batches: int
     """The last Step whose Batch is stored: that one, or the one after it."""
+    next_admission: int
+    """Position in the order of the prompts where the Step after that begins."""
     checkpoints: tuple[Checkpoint, ...]
     """By Step."""
     scores: dict[int, float]
@@ -80,7 +91,7 @@ class Stored:
     newest_groups: tuple[StoredGroup, ...]
     """The last ones admitted, without what was paid for them; for a comparison with the data."""
     waiting: dict[PromptKey, StoredGroup]
-    """Admitted and in no Batch yet, with what is stored of them."""
+    """Admitted for a Step whose Batch is not stored, with what is stored of them; filtered ones included."""
 
 
 def read_stored(path: Path, run_id: str, seed: int, prompts_per_step: int) -> Stored:
@@ -107,16 +118,13 @@ def _read_stored(path: Path, run_id: str, seed: int, prompts_per_step: int) -> S
         (applied,) = db.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()
         (batches,) = db.execute("SELECT coalesce(max(step), 0) FROM batches").fetchone()
         (epoch,) = db.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()
-        trained = batches * prompts_per_step
-        (last,) = db.execute(
-            "SELECT coalesce(max(admission), -1) FROM batch_rows JOIN trajectories USING (trajectory_id) "
-            "JOIN groups USING (group_id)"
-        ).fetchone()
         (admitted,) = db.execute("SELECT count(*) FROM groups").fetchone()
-        if not last < trained <= admitted or last < trained - prompts_per_step:
+        last = "SELECT prompts_wanted, next_admission FROM batches ORDER BY step DESC LIMIT 1"
+        wanted, trained = db.execute(last).fetchone() or (prompts_per_step, 0)
+        if wanted != prompts_per_step:
             raise ConfigError(
-                f"{path}: {batches} Batches of prompts_per_step {prompts_per_step} end with prompt {trained}; the last "
-                f"one trained is number {last + 1} of {admitted}: the run had another prompts_per_step"
+                f"{path}: prompts_per_step is {prompts_per_step}, the run began with {wanted}; a run goes on with what "
+                "it began with"
             )
         scores: dict[int, list[float]] = {}
         evaluated: dict[int, set[str]] = {}
@@ -125,15 +133,15 @@ def _read_stored(path: Path, run_id: str, seed: int, prompts_per_step: int) -> S
             evaluated.setdefault(at, set()).add(name)
         checkpoints = db.execute("SELECT step, path, digest FROM checkpoints ORDER BY step").fetchall()
         groups = db.execute(
-            "SELECT dataset, epoch, row, admission, samples, token_ids, group_id FROM groups "
+            "SELECT dataset, epoch, row, admission, samples, state, token_ids, group_id FROM groups "
             "JOIN prompts USING (dataset, epoch, row) WHERE admission >= ? ORDER BY admission",
             (min(trained, admitted - PROMPTS_COMPARED),),
         ).fetchall()
         newest, waiting = [], {}
-        for dataset, at, row, admission, samples, ids, group_id in groups:
+        for dataset, at, row, admission, samples, state, ids, group_id in groups:
             key = PromptKey(dataset, at, row)
             token_ids = tuple(chat_pb2.TokenIds.FromString(ids).ids)
-            newest.append(StoredGroup(key, admission, samples, token_ids, (), ()))
+            newest.append(StoredGroup(key, admission, samples, token_ids, state, (), ()))
             if admission < trained:
                 continue
             sampled = db.execute("SELECT message FROM trajectories WHERE group_id = ? ORDER BY sample", (group_id,))
@@ -144,10 +152,11 @@ def _read_stored(path: Path, run_id: str, seed: int, prompts_per_step: int) -> S
                 (group_id,),
             )
             answers = tuple(reward_pb2.ScoreResponse.FromString(blob) for (blob,) in scored)
-            waiting[key] = StoredGroup(key, admission, samples, token_ids, trajectories, answers)
+            waiting[key] = StoredGroup(key, admission, samples, token_ids, state, trajectories, answers)
     return Stored(
         steps_applied=applied,
         batches=batches,
+        next_admission=trained,
         checkpoints=tuple(Checkpoint(step, Path(folder), digest) for step, folder, digest in checkpoints),
         scores={at: sum(values) / len(values) for at, values in scores.items()},
         evaluated={at: frozenset(names) for at, names in evaluated.items()},

@@ -9,6 +9,7 @@ checkpoint before. Where the run's ledger is there already, START takes it up (s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Sequence
@@ -26,7 +27,7 @@ from services.common.client import new_request_id
 from services.common.config import ProcessConfig
 from services.common.errors import AntiphonError, ConfigError, Conflict
 from services.coordinator import selfcheck
-from services.coordinator.algorithms import make_estimator
+from services.coordinator.algorithms import make_estimator, make_filter
 from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.clients import LearnerClient, RolloutClient
 from services.coordinator.config import CoordinatorConfig
@@ -43,6 +44,8 @@ from services.coordinator.resuming import Stored, catch_up, read_stored, require
 from services.coordinator.sampling import Sampler
 from services.coordinator.schedule import SCHEDULES
 from services.coordinator.scoring import Scorer
+from services.coordinator.sinks import Origin
+from services.coordinator.sinks.delivery import Delivery, close_deliveries, start_deliveries
 from services.coordinator.text import Text
 from services.coordinator.waits import Stopped, StopSignal, cancelled, within
 from services.coordinator.warm_up import longest_batch, told
@@ -50,6 +53,8 @@ from services.coordinator.workers import LEARNER, REWARD, ROLLOUT, Workers
 
 logger = logging.getLogger(__name__)
 
+# For what the sinks of metrics were not told yet, at the end.
+LAST_LINES_SECONDS, LAST_LINES_AT_STOP_SECONDS = 20.0, 3.0
 # An export after an error is worth a try, not a wait.
 EXPORT_AFTER_FAILURE_SECONDS = 60.0
 
@@ -68,10 +73,12 @@ class Run:
         self._policy = policy_pb2.Policy()
         self._evaluated_version = -1
         self._resumed_step = 0
+        self._chat_template = ""
         self._stored: Stored | None = None
         self._checkpoints: Checkpoints | None = None
         self._ledger: Ledger | None = None
         self._metrics: MetricsFile | None = None
+        self._deliveries: list[Delivery] = []
 
     def stop(self, reason: str) -> None:
         """Ends the run after the work under way. Idempotent."""
@@ -103,9 +110,8 @@ class Run:
     async def run(self, registry: Registry) -> bool:
         """Runs to the end and says how it went in RunEnded; false when it failed. Raises nothing of its own."""
         helpers = [self._beside(registry.run()), self._beside(self.events.run_heartbeat())]
-        expected = {ROLLOUT: self._config.rollout_workers, REWARD: self._config.reward_workers, LEARNER: 1}
-        workers = Workers(registry, expected)
-        outcome, reason, exported = "finished", f"{self._config.steps} steps", ""
+        workers = Workers(registry, self._expected())
+        outcome, reason, exported = "finished", self._whole(), ""
         try:
             try:
                 await self._from_start_to_last_step(workers)
@@ -119,11 +125,19 @@ class Run:
             if outcome != "finished":
                 exported = await self._export_if_possible(workers)
         finally:
-            await self._close(workers)
+            await self._close(workers, LAST_LINES_SECONDS if outcome == "finished" else LAST_LINES_AT_STOP_SECONDS)
             await cancelled(*helpers)
             self.events.end(outcome, reason, exported, self._current_policy)
             self._ended.set()
         return outcome != "failed"
+
+    def _expected(self) -> dict[events_pb2.WorkerKind, int]:
+        """Workers that are waited for."""
+        return {ROLLOUT: self._config.rollout_workers, REWARD: self._config.reward_workers, LEARNER: 1}
+
+    def _whole(self) -> str:
+        """What was done when nothing ended it before."""
+        return f"{self._config.steps} steps"
 
     async def _from_start_to_last_step(self, workers: Workers) -> None:
         interrupting = self._stop.interrupting
@@ -136,7 +150,7 @@ class Run:
         reference = await interrupting(self._find_reference(workers, inputs.text))
         order = Order(*inputs.training, seed=self._service.seed, shuffle=self._config.data.shuffle)
         stored, ledger = self._stored, self._open_ledger(order)
-        self._metrics = MetricsFile(self._service.run_dir / "metrics.jsonl")
+        self._metrics = self._open_metrics()
         if stored is not None:
             await interrupting(self._catch_up(stored, workers.learner(), ledger, self._metrics))
         checkpoints = self._checkpoints = Checkpoints(
@@ -178,6 +192,7 @@ class Run:
             reference=reference,
             schedule=SCHEDULES[self._config.schedule](),
             estimator=make_estimator(self._config.algorithm),
+            keeps=make_filter(self._config.filter),
             workers=workers,
             publication=publication,
             ledger=ledger,
@@ -187,6 +202,7 @@ class Run:
             evaluate=lambda step: self._evaluate(evaluations, step),
             save=lambda step: checkpoints.after_step(step, workers.learner()),
             waiting=stored.waiting if stored else {},
+            position=stored.next_admission if stored else 0,
         )
         await self._loop.run()
         if self._config.evaluation and self._config.evaluation.at_end:
@@ -207,15 +223,18 @@ class Run:
             if self._stored.batches > self._config.steps:
                 raise ConfigError(f"steps: {self._config.steps}, and {self._stored.batches} are trained already")
         inputs = await asyncio.to_thread(read_inputs, self._config, self._model)
+        # Read now: an export must not fail because the file has gone since.
+        self._chat_template = self._config.data.own_template() or ""
         tell_surprises(inputs, self._config, self.events.notice)
         return inputs
 
     async def _wait_for_workers(self, workers: Workers, inputs: Inputs) -> None:
         config = self._config
+        expected = self._expected()
         self.events.enter(
             events_pb2.RUN_PHASE_START,
             0,
-            f"{config.rollout_workers} rollout, {config.reward_workers} reward worker(s) and the learner to be up, "
+            f"{expected[ROLLOUT]} rollout, {expected[REWARD]} reward worker(s) and the learner to be up, "
             f"{config.start_seconds:.0f} s at most",
         )
 
@@ -242,6 +261,26 @@ class Run:
             require_same_data(self._stored, order, self._config.samples_per_prompt)
             self._ledger = Ledger.open(self._ledger_path)
         return self._ledger
+
+    def _open_metrics(self) -> MetricsFile:
+        """The file, and whoever else is handed its lines."""
+        service = self._service
+        metrics = MetricsFile(service.run_dir / "metrics.jsonl")
+        loop = asyncio.get_running_loop()
+
+        def tell(level: str, message: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(self.events.notice, level, message)
+
+        origin = Origin(service.run_id, service.run_dir, self._config.model_dump(mode="json"))
+        self._deliveries = start_deliveries(self._config.sinks, origin, metrics.path, tell)
+
+        def on_line() -> None:
+            for delivery in self._deliveries:
+                delivery.news()
+
+        metrics.on_line = on_line
+        return metrics
 
     async def _catch_up(self, stored: Stored, learner: LearnerClient, ledger: Ledger, metrics: MetricsFile) -> None:
         config = self._config
@@ -330,7 +369,7 @@ class Run:
 
     # Evaluation and export
 
-    def _make_evaluations(self, sampler: Sampler, scorer: Scorer, inputs: Inputs) -> list[Evaluation]:
+    def _make_evaluations(self, sampler: Sampler, scorer: Scorer | None, inputs: Inputs) -> list[Evaluation]:
         """One for each data set of held-out prompts."""
         config = self._config
         if config.evaluation is None:
@@ -372,7 +411,7 @@ class Run:
 
     async def _evaluate_on(self, evaluation: Evaluation, version: int, step: int) -> events_pb2.Evaluated:
         seconds = self._config.evaluate_seconds
-        what = f"{evaluation.prompts} greedy answers by version {version}"
+        what = f"answers to {evaluation.prompts} prompts by version {version}"
         self.events.enter(events_pb2.RUN_PHASE_EVALUATE, step, f"{what}, {seconds:.0f} s at most")
         started = time.monotonic()
         async with within(seconds, what):
@@ -388,8 +427,11 @@ class Run:
             self._metrics.write(step, version, numbers)
         if self._ledger is not None:
             await self._ledger.record_evaluation(result.dataset, version, result.score_mean)
-        self.events.evaluated(result)
+        self._tell_evaluated(result)
         return result
+
+    def _tell_evaluated(self, result: events_pb2.Evaluated) -> None:
+        self.events.evaluated(result)
 
     async def _export(self, workers: Workers, seconds: float) -> str:
         """The folder of the last policy; empty when no Step was applied or export is off."""
@@ -402,7 +444,9 @@ class Run:
         learner = workers.learner()
         what = f"{learner.worker_id} to write {path}"
         self.events.enter(events_pb2.RUN_PHASE_EXPORT, self._steps_done, f"{what}, {seconds:.0f} s at most")
-        request = learner_pb2.ExportRequest(request_id=new_request_id(), path=str(path))
+        request = learner_pb2.ExportRequest(
+            request_id=new_request_id(), path=str(path), chat_template=self._chat_template
+        )
         async with within(seconds, what):
             written, policy = await learner.export(
                 request, seconds, lambda p: self.events.progress(p.done, p.of, p.phase)
@@ -466,9 +510,10 @@ class Run:
         logger.error("a bug", exc_info=error)
         return f"a bug in the coordinator: {type(error).__name__}: {error} [{worker_id}; see {log}]"
 
-    async def _close(self, workers: Workers) -> None:
+    async def _close(self, workers: Workers, seconds: float) -> None:
         await workers.close()
         if self._ledger is not None:
             await self._ledger.close()
         if self._metrics is not None:
             self._metrics.close()
+        await asyncio.to_thread(close_deliveries, self._deliveries, seconds)

@@ -109,6 +109,7 @@ class Scorer:
 
     def _candidate(self, prompt: Prompt, trajectory: Trajectory, group_size: int) -> reward_pb2.Candidate:
         ids = trajectories.sampled_ids(trajectory)
+        text, raw = self._text.decode_both(ids)
         return reward_pb2.Candidate(
             prompt_id=trajectory.prompt_id,
             sample_number=trajectory.sample_number,
@@ -117,8 +118,8 @@ class Scorer:
                 messages=[chat_pb2.ChatMessage(**message) for message in prompt.messages]
             ),
             prompt_text=prompt.text,
-            response_text=self._text.decode(ids, special_tokens=False),
-            response_text_raw=self._text.decode(ids, special_tokens=True),
+            response_text=text,
+            response_text_raw=raw,
             response_token_ids=ids,
             finish_reason=trajectory.finish_reason,
             reference=prompt.reference,

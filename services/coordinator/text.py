@@ -38,6 +38,8 @@ class Text:
         source = _template_source(folder, config)
         self._template = None if source is None else ChatTemplate(source, self.special_tokens, str(folder))
         self.stop_token_ids = self._find_stop_tokens()
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self._special_ids = frozenset(number for number, token in added if token.special)
 
     @property
     def has_template(self) -> bool:
@@ -77,6 +79,13 @@ class Text:
         """The text of token ids, with or without special tokens. For scorers and reports, never for training."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens)
         return text
+
+    def decode_both(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """The text without special tokens and with them; that of ids without any is made once."""
+        plain = self.decode(token_ids, special_tokens=False)
+        if self._special_ids.isdisjoint(token_ids):
+            return plain, plain
+        return plain, self.decode(token_ids, special_tokens=True)
 
     @property
     def bos_token_id(self) -> int | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+from antiphon.learner.v1 import learner_pb2
 from antiphon.types.v1 import trajectory_pb2
 
 from services.common.errors import Conflict, Internal
 from services.coordinator.identity import PromptKey, TrajectoryKey
 
 Trajectory = trajectory_pb2.Trajectory
+Bools = npt.NDArray[np.bool_]
 FINISHED = (trajectory_pb2.FINISH_REASON_STOP, trajectory_pb2.FINISH_REASON_LENGTH)
 
 
@@ -18,9 +21,20 @@ def key_of(trajectory: Trajectory) -> TrajectoryKey:
     return TrajectoryKey(PromptKey.of(trajectory.prompt_id), trajectory.sample_number)
 
 
+def loss_mask(trajectory: Trajectory | learner_pb2.TrainTrajectory) -> Bools:
+    """[T], one per token: whether the policy sampled it. A copy: the message's own field is read item by item."""
+    return np.asarray(trajectory.loss_mask, dtype=np.bool_)
+
+
+def sampled_tokens(trajectory: Trajectory | learner_pb2.TrainTrajectory) -> int:
+    """How many the policy sampled."""
+    return int(np.count_nonzero(loss_mask(trajectory)))
+
+
 def sampled_ids(trajectory: Trajectory) -> list[int]:
     """The token ids that the policy sampled."""
-    return [i for i, sampled in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if sampled]
+    ids: list[int] = np.asarray(trajectory.token_ids, dtype=np.int64)[loss_mask(trajectory)].tolist()
+    return ids
 
 
 def check(trajectory: Trajectory, prompt_token_ids: Sequence[int], max_tokens: int) -> None:
@@ -32,18 +46,23 @@ def check(trajectory: Trajectory, prompt_token_ids: Sequence[int], max_tokens: i
             f"expected {length} loss mask entries and log-probabilities, one per token, got "
             f"{len(trajectory.loss_mask)} and {len(trajectory.behavior_logprobs)}",
         )
-    if list(trajectory.token_ids[:prompt]) != list(prompt_token_ids) or any(trajectory.loss_mask[:prompt]):
+    mask_T = loss_mask(trajectory)
+    if trajectory.token_ids[:prompt] != list(prompt_token_ids) or mask_T[:prompt].any():
         raise _wrong(trajectory, "expected the token ids of the prompt at its beginning, masked; it begins otherwise")
     if trajectory.finish_reason not in FINISHED:
         reason = trajectory_pb2.FinishReason.Name(trajectory.finish_reason)
         raise _wrong(trajectory, f"expected it to be finished by STOP or LENGTH, got {reason}")
     if length - prompt > max_tokens:
         raise _wrong(trajectory, f"expected at most {max_tokens} tokens after the prompt, got {length - prompt}")
-    for t, sampled in enumerate(trajectory.loss_mask):
-        logprob = trajectory.behavior_logprobs[t]
-        if sampled and not (math.isfinite(logprob) and logprob <= 1e-3):  # rounding may put a certain token above 0
-            raise _wrong(trajectory, f"expected a finite log-probability of at most 0 at position {t}, got {logprob}")
-    _check_spans(trajectory)
+    logprobs_T = np.asarray(trajectory.behavior_logprobs, dtype=np.float64)
+    # Rounding may put a certain token above 0.
+    wrong_T = mask_T & ~(np.isfinite(logprobs_T) & (logprobs_T <= 1e-3))
+    if wrong_T.any():
+        t = int(wrong_T.argmax())
+        raise _wrong(
+            trajectory, f"expected a finite log-probability of at most 0 at position {t}, got {float(logprobs_T[t])}"
+        )
+    _check_spans(trajectory, mask_T)
 
 
 def require_version(trajectory: Trajectory, version: int) -> None:
@@ -57,18 +76,18 @@ def require_version(trajectory: Trajectory, version: int) -> None:
         )
 
 
-def _check_spans(trajectory: Trajectory) -> None:
-    covered = [False] * len(trajectory.token_ids)
+def _check_spans(trajectory: Trajectory, mask_T: Bools) -> None:
+    uncovered_T = mask_T.copy()
     end = 0
     for span in trajectory.version_spans:
-        if not end <= span.start < span.end <= len(covered):
+        if not end <= span.start < span.end <= len(mask_T):
             raise _wrong(
                 trajectory, f"expected version spans in order within its tokens, got [{span.start}, {span.end})"
             )
-        covered[span.start : span.end] = [True] * (span.end - span.start)
+        uncovered_T[span.start : span.end] = False
         end = span.end
-    missing = next((t for t, sampled in enumerate(trajectory.loss_mask) if sampled and not covered[t]), None)
-    if missing is not None:
+    if uncovered_T.any():
+        missing = int(uncovered_T.argmax())
         raise _wrong(trajectory, f"expected version spans over every sampled token, position {missing} has none")
 
 

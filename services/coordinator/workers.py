@@ -6,8 +6,8 @@ within seconds whether somebody is there.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from antiphon.events.v1 import events_pb2
 from antiphon.tenant.v1 import tenant_pb2
@@ -23,12 +23,21 @@ Kind: TypeAlias = events_pb2.WorkerKind
 ROLLOUT, REWARD, LEARNER = events_pb2.WORKER_KIND_ROLLOUT, events_pb2.WORKER_KIND_REWARD, events_pb2.WORKER_KIND_LEARNER
 _NAMES = {ROLLOUT: "rollout", REWARD: "reward", LEARNER: "learner"}
 # An engine is up when it waits for its first policy.
-_UP = {
-    tenant_pb2.WORKER_STATE_READY,
-    tenant_pb2.WORKER_STATE_STALE,
-    tenant_pb2.WORKER_STATE_UPDATING,
-    tenant_pb2.WORKER_STATE_ASLEEP,
-}
+_UP = frozenset(
+    {
+        tenant_pb2.WORKER_STATE_READY,
+        tenant_pb2.WORKER_STATE_STALE,
+        tenant_pb2.WORKER_STATE_UPDATING,
+        tenant_pb2.WORKER_STATE_ASLEEP,
+    }
+)
+
+
+class _Read(NamedTuple):
+    """Announcements, and a client of each that was wanted."""
+
+    heard: Sequence[events_pb2.WorkerAnnouncement]
+    clients: Sequence[Client]
 
 
 class Workers:
@@ -40,6 +49,8 @@ class Workers:
         self._clients: dict[tuple[str, str], Client] = {}
         self._seen: dict[tuple[str, str], events_pb2.WorkerAnnouncement] = {}
         self._last: dict[Kind, list[Client]] = {}
+        # To read hundreds of announcements for each call would add up.
+        self._read: dict[tuple[Kind, frozenset[int] | None], _Read] = {}
         # Engines that serve a verified policy, by (worker id, instance id); set by publication.
         self.routing: set[tuple[str, str]] = set()
 
@@ -101,10 +112,22 @@ class Workers:
             self._last[kind] = list(clients)
         return clients or [client for client in self._last.get(kind, []) if isinstance(client, make)]
 
-    def _known(self, kind: Kind, make: type[AnyClient], states: Collection[int] | None = None) -> list[AnyClient]:
+    def _known(self, kind: Kind, make: type[AnyClient], states: frozenset[int] | None = None) -> list[AnyClient]:
         """A client of each that announces itself, in any of these states."""
+        alive = self._registry.alive(kind)
+        known = self._read.get((kind, states))
+        clients = known.clients if known is not None and known.heard == alive else self._clients_of(alive, make, states)
+        self._read[kind, states] = _Read(alive, clients)
+        return [client for client in clients if isinstance(client, make)]
+
+    def _clients_of(
+        self,
+        announcements: Sequence[events_pb2.WorkerAnnouncement],
+        make: type[AnyClient],
+        states: frozenset[int] | None,
+    ) -> list[AnyClient]:
         clients = []
-        for announcement in self._registry.alive(kind):
+        for announcement in announcements:
             if states is not None and announcement.state not in states:
                 continue
             key = (announcement.worker_id, announcement.instance_id)

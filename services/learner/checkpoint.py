@@ -20,6 +20,10 @@ from services.learner import whole_folder
 MANIFEST = "manifest.json"
 MANIFEST_SUM = "manifest.json.sha256"
 FORMAT = 1
+MASTER = "master"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = (MASTER, *MOMENTS)
+"""What is saved of a parameter, in float32: tensors are called KIND/NAME."""
 
 
 def described(path: Path, rank: int) -> checkpoint_pb2.CheckpointFile:

@@ -1,6 +1,6 @@
 """A rank's share of a checkpoint: its slices in files of their own, and slices for any number of ranks out of them.
 
-Tensors are called KIND/NAME (services/learner/zero_state.py), and `rng/…` where they are a rank's own.
+Tensors are called KIND/NAME (services/learner/checkpoint.py), and `rng/…` where they are a rank's own.
 The slices of all ranks, in rank order, are the flattened parameter; so another number of ranks only cuts it elsewhere.
 No file holds code: they are safetensors.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from antiphon.learner.v1 import checkpoint_pb2
@@ -19,7 +19,10 @@ from safetensors.torch import save_file
 
 from services.common.errors import InvalidRequest
 from services.learner import checkpoint
-from services.learner.zero_state import KINDS, MASTER, ZeroState
+from services.learner.checkpoint import KINDS, MASTER
+
+if TYPE_CHECKING:
+    from services.learner.zero_state import ZeroState
 
 FILE_BYTES = 1 << 30
 """A file is closed when it has so many: this much of a GPU's state is on the host at once."""
@@ -86,11 +89,14 @@ class SavedSlices:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raises InvalidRequest unless the slices of every tensor are as long together as it is."""
+    def check(self, shapes: Mapping[str, Sequence[int]], kinds: Sequence[str] | None = None) -> None:
+        """Raises InvalidRequest unless the slices of every tensor are as long together as it is.
+
+        `kinds`: only these; default: all that were saved.
+        """
         for name, shape in shapes.items():
             expected = torch.Size(shape).numel()
-            for kind in self._kinds:
+            for kind in kinds or self._kinds:
                 found = sum(length for _, length in self._pieces(f"{kind}/{name}"))
                 if found != expected:
                     raise InvalidRequest(
@@ -100,6 +106,10 @@ class SavedSlices:
     def read(self, name: str, start: int, count: int) -> dict[str, torch.Tensor]:
         """Elements [start, start + count) of a flattened parameter, by kind; moments only where they were saved."""
         return {kind: self._read(f"{kind}/{name}", start, count) for kind in self._kinds}
+
+    def master(self, name: str, count: int) -> torch.Tensor:
+        """The first `count` elements of a flattened parameter, in float32."""
+        return self._read(f"{MASTER}/{name}", 0, count)
 
     def own(self, rank: int) -> dict[str, torch.Tensor]:
         """What belongs to the rank of that number alone; nothing when fewer ranks wrote it."""

@@ -200,6 +200,7 @@ class DeepSpeedTrainer:
                 shapes=shapes,
                 dtype_name=self._process.model.dtype,
                 report=lambda done: report("export", done, len(shapes)),
+                chat_template=request.chat_template,
             )
         except OSError as error:
             raise Unavailable(f"export to {request.path}: {error}; nothing was left there") from None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from services.learner.batching import Layout, MicroBatch
 from services.learner.step_tokens import StepTokens
 from services.learner.stepping import Plan, StepRunner
 
@@ -20,7 +21,12 @@ class DryStepRunner(StepRunner):
     def _planned(self, tokens: StepTokens, trajectory_ids: Sequence[str]) -> Plan:
         members, micro_batches = super()._planned(tokens, trajectory_ids)
         # Each rank computes one, as ZeRO-3 wants it.
-        return members, [max(micro_batches, key=lambda lines: sum(line.length for line in lines))]
+        return members, [max(micro_batches, key=self._tokens)]
+
+    def _tokens(self, micro_batch: MicroBatch) -> int:
+        """That go through the model together, padding counted."""
+        lengths = [line.length for line in micro_batch]
+        return sum(lengths) if self.layout is Layout.ONE_LINE else len(lengths) * max(lengths, default=0)
 
     def _optimizer_step(self, rate: float) -> tuple[bool, float]:
         zero = self._engine.optimizer

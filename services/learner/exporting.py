@@ -29,12 +29,14 @@ def write_folder(
     shapes: dict[str, tuple[int, ...]],
     dtype_name: str,
     report: Callable[[int], None],
+    chat_template: str = "",
 ) -> None:
     """Makes the folder `path` from whole tensors by Hugging Face name, in the model's dtype, aliases left out.
 
     `shapes`: what must be in it at the end, name → shape. Weights come first, then config.json with the dtype set, then
     every other file of `source` as it is, byte for byte: tokenizer, chat template, generation defaults. Nothing here
     reads those, so a mistake in one of them cannot lose the weights. `report(done)` hears of each tensor.
+    `chat_template`, where it is not empty, stands in place of the source's: the policy was trained on what it renders.
     Raises InvalidRequest when the path exists, OSError when it cannot be written; then nothing is left at `path`.
     """
     folder = WholeFolder("export to", path)
@@ -46,6 +48,8 @@ def write_folder(
         for file in sorted(source.iterdir()):
             if file.is_file() and file.name != "config.json" and not file.name.endswith(NOT_COPIED):
                 shutil.copyfile(file, aside / file.name)
+        if chat_template:
+            _write_template(aside, chat_template)
         folder.publish()
     except BaseException:
         folder.discard()
@@ -108,3 +112,14 @@ def _write_config(folder: Path, source: Path, dtype_name: str) -> None:
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
         config[key] = dtype_name
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_template(folder: Path, chat_template: str) -> None:
+    """chat_template.jinja, which has the last word wherever it is read; and no other one beside it."""
+    (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if config.pop("chat_template", None) is not None:
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

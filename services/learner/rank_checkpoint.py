@@ -13,12 +13,13 @@ from services.common.config import ProcessConfig
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.weights.digest import RunningDigest
 from services.learner import checkpoint
+from services.learner.checkpoint import MASTER
 from services.learner.checkpoint_slices import SavedSlices, write_slices
 from services.learner.config import LearnerConfig
 from services.learner.stepping import StepRunner
 from services.learner.trainer import Report
 from services.learner.zero_engine import VERSION
-from services.learner.zero_state import MASTER, ZeroState
+from services.learner.zero_state import ZeroState
 
 SHOWN = 10
 """Tensors that differ, named in an error."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.learner.v1 import ranks_pb2
+
+from services.common.processes import how_it_ended
 
 TRACEBACK_CHARACTERS = 1000
 """Of the end of a rank's traceback, in the error: a gRPC status has room for little more. All of it is in the log."""
@@ -56,7 +57,7 @@ class Losses:
         """What it means that the process of a rank has ended."""
         failed = any(loss.rank == rank and loss.sign is Sign.FAILED for loss in self._seen)
         sign = Sign.DIED_AFTER_FAILING if failed else Sign.DIED_SILENTLY
-        return Loss(sign, rank, f"rank {rank} (pid {pid}) {_ended(code)}; log: {log}")
+        return Loss(sign, rank, f"rank {rank} (pid {pid}) {how_it_ended(code)}; log: {log}")
 
 
 def of_failure(rank: int, failure: ranks_pb2.RankFailure, log: Path) -> Loss:
@@ -68,11 +69,3 @@ def of_failure(rank: int, failure: ranks_pb2.RankFailure, log: Path) -> Loss:
 def of_closing(rank: int, log: Path) -> Loss:
     """A rank's connection is gone."""
     return Loss(Sign.CLOSED, rank, f"rank {rank} closed its connection; log: {log}")
-
-
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    if -code == signal.SIGKILL:
-        return "was killed by SIGKILL (by somebody, or by the kernel because memory ran out)"
-    return f"was ended by {signal.Signals(-code).name}"

@@ -8,6 +8,7 @@ the kernel kills it when the parent dies (services/common/processes.py).
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import queue
 import socket
@@ -187,6 +188,9 @@ def main(make_trainer: MakeTrainer = make_deepspeed_trainer) -> int:
     except Exception as error:
         parent.fail(START_COMMAND, error)
         return 1
+    # What is there now stays: the collector need not look at a million objects of the libraries again and again.
+    gc.collect()
+    gc.freeze()
     serve(parent, trainer)
     return 0
 

@@ -32,7 +32,8 @@ class Trainer(Protocol):
     def train_step(self, work: ranks_pb2.RankTrainStep, report: Report) -> learner_pb2.StepResult | None:
         """Applies a checked Step; the weights are those of version `step_id` afterwards.
 
-        A dry run changes nothing, and every rank answers it, each with its own peak of memory.
+        A dry run computes the largest micro-batch of each Update and changes nothing; every rank answers it, each with
+        its own peak of memory.
         """
         ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from contextlib import AbstractContextManager
 from typing import Any
@@ -46,9 +45,6 @@ def make_zero_engine(
     engine, *_ = deepspeed.initialize(
         model=policy, optimizer=optimizer, config=zero_config(options, dtype_name, ranks, device)
     )
-    # What is there now stays: the collector need not look at a million objects of the libraries again and again.
-    gc.collect()
-    gc.freeze()
     return engine
 
 

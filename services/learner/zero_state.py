@@ -17,9 +17,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 
-MASTER = "master"
-MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = (MASTER, *MOMENTS)
+from services.learner.checkpoint import KINDS, MASTER, MOMENTS
 
 
 class ZeroState:

@@ -4,7 +4,7 @@
 user code. Every process that the worker makes, however it hides, stays the guardian's to kill (it is their subreaper).
 It does so when the worker ends, when it is told to (SIGTERM) and when the service dies (SIGTERM from the kernel).
 
-Frames on the socket (services/reward/framing.py) are JSON. The first says what to load:
+Frames on the socket (services/common/framing.py) are JSON. The first says what to load:
 
     {"program": {"file": {source, path, function, arguments}} or {"builtin": settings}, "whole_groups", limits…}
     → {"ready": true, "wants": names, "not_enforced": words} or {"refused": why}
@@ -27,9 +27,9 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from services.common.framing import receive_frame, send_frame
 from services.common.processes import die_with_parent
 from services.reward.confinement import confine
-from services.reward.framing import receive_frame, send_frame
 from services.reward.functions import BadValue, Caller, CannotLoad, explain, load, understand, understand_group
 from services.reward.signature import signature_of
 

@@ -19,7 +19,7 @@ from antiphon.reward.v1 import reference_pb2, reward_pb2
 
 from services.common import logs
 from services.common.errors import ConfigError
-from services.reward.framing import receive_frame, send_frame
+from services.common.framing import receive_frame, send_frame
 
 logger = logging.getLogger(__name__)
 

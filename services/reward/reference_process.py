@@ -22,7 +22,7 @@ from antiphon.types.v1 import chat_pb2
 
 from services.common import processes
 from services.common.errors import ConfigError, Unavailable
-from services.reward.framing import framed, read_frame
+from services.common.framing import framed, read_frame
 from services.reward.reference_settings import ReferenceSettings
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class ReferenceProcess:
                     assert self._process is not None
                     code = await self._process.wait()
                     if self._problem is None:
-                        self._say(f"the process of the reference model {_ended(code)}")
+                        self._say(f"the process of the reference model {processes.how_it_ended(code)}")
                 except Unavailable as error:
                     self._say(str(error))
                 await self._end()
@@ -150,7 +150,8 @@ class ReferenceProcess:
                 if not hello.done():
                     await asyncio.wait({hello}, timeout=STOP_SECONDS)  # what it said before it ended
                 if not hello.done() or hello.exception() is not None:
-                    raise Unavailable(f"the process of the reference model {_ended(await ending)} before it had loaded")
+                    how = processes.how_it_ended(await ending)
+                    raise Unavailable(f"the process of the reference model {how} before it had loaded")
                 self._take(hello.result(), connected.result())
             finally:
                 hello.cancel()
@@ -196,7 +197,7 @@ class ReferenceProcess:
         self._streams = None
         try:
             code = await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
-            self._say(f"the process of the reference model {_ended(code)}")
+            self._say(f"the process of the reference model {processes.how_it_ended(code)}")
         except TimeoutError:
             self._say("the process of the reference model broke its connection; it was ended")
             self._kill()
@@ -236,10 +237,3 @@ def _environment(settings: ReferenceSettings) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
-
-
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -21,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.reward.framing import framed, read_frame
+from services.common.framing import framed, read_frame
+from services.common.processes import how_it_ended
 
 logger = logging.getLogger(__name__)
 
@@ -256,13 +256,9 @@ class _Child:
 
     async def _how_it_ended(self) -> str:
         try:
-            code = await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+            return how_it_ended(await asyncio.wait_for(self._process.wait(), STOP_SECONDS))
         except TimeoutError:
             return "closed its socket"
-        if code < 0:
-            name = signal.Signals(-code).name
-            return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-        return f"ended with exit code {code}"
 
     async def _last_words(self) -> str:
         await asyncio.wait({self._drain}, timeout=STOP_SECONDS)  # its end may be known before its output has been read

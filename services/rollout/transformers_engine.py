@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import queue
-import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from antiphon.types.v1.transfer_pb2 import TransferManifest
 from services.common import errors
 from services.common.config import ProcessConfig
 from services.common.errors import Unavailable
+from services.common.processes import how_it_ended
 from services.rollout.child import children_begin_here
 from services.rollout.config import RolloutConfig, environment
 from services.rollout.engine import DeviceMemory, EngineDead, EngineInfo, Received, Sample, SampleRequest, Unmatched
@@ -235,7 +235,11 @@ class TransformersEngine:
         except (EOFError, OSError):
             pass
         self._process.join(END_SECONDS)
-        self._in_loop(self._end, f"{self._who} {_ended(self._process.exitcode)}")
+        self._in_loop(self._end, f"{self._who} {self._how_it_ended()}")
+
+    def _how_it_ended(self) -> str:
+        code = self._process.exitcode
+        return "closed its pipe and did not end" if code is None else f"{how_it_ended(code)}; see the log"
 
     def _in_loop(self, function: Any, argument: Any) -> None:
         try:
@@ -270,13 +274,3 @@ def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _ended(code: int | None) -> str:
-    if code is None:
-        return "closed its pipe and did not end"
-    if code >= 0:
-        return f"ended with exit code {code}; see the log"
-    if -code == signal.SIGKILL:
-        return "was killed by SIGKILL (by somebody, or by the kernel because memory ran out)"
-    return f"was ended by {signal.Signals(-code).name}"

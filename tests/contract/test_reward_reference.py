@@ -263,7 +263,7 @@ async def over_the_wire(folder: Path, model: Path, nats_server: Any) -> AsyncIte
         return any(one.state == tenant_pb2.WORKER_STATE_READY for one in found)
 
     try:
-        assert await registry.wait_for(ready, 60)
+        assert await registry.wait_for(ready, 120)  # it imports torch and transformers
         assert states[0] == tenant_pb2.WORKER_STATE_STARTING
         yield registry.alive(events_pb2.WORKER_KIND_REWARD)[0].address
         family = children_of(process.pid)
@@ -271,6 +271,9 @@ async def over_the_wire(folder: Path, model: Path, nats_server: Any) -> AsyncIte
         assert await asyncio.wait_for(process.wait(), 15) == 0
         assert family and await until(lambda: not any(alive(pid) for pid in family))
     finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
         listening.cancel()
         await bus.close()
         if process.returncode is None:

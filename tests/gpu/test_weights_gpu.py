@@ -135,8 +135,10 @@ def test_a_receiver_that_leaves_ends_the_send_with_its_words(way: Way) -> None:
         (end,) = join(manifest, device=way.receiver)
         end.close("this receiver was told to")
         ranks.tell("send")
-        ranks.processes[0].join(15)  # the rank dies of the error, and a process with NCCL takes seconds to leave
-        assert ranks.processes[0].exitcode == 1  # before its deadline of 20 s
+        assert ranks.pipes[0].poll(10)  # well before its deadline of 20 s
+        assert "this receiver was told to" in ranks.answer(0)
+        ranks.processes[0].join(10)  # counted from the error: a process with NCCL takes seconds to leave
+        assert ranks.processes[0].exitcode == 1
 
 
 def test_a_transport_that_does_not_fit_the_device_is_refused() -> None:

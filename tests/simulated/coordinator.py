@@ -120,10 +120,12 @@ class Outcome:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-async def run_coordinator(process: ProcessConfig[CoordinatorConfig], on_event: OnEvent | None = None) -> Outcome:
-    """Runs until RunEnded and the end of the process's main function."""
+async def run_coordinator(
+    process: ProcessConfig[CoordinatorConfig], on_event: OnEvent | None = None, make: Any = build
+) -> Outcome:
+    """Runs until RunEnded and the end of the process's main function; `make` builds the worker."""
     async with asyncio.timeout(DEADLINE_SECONDS):
-        worker = await build(process)
+        worker = await make(process)
         running = asyncio.create_task(worker.run())
         while not worker.server.port and not running.done():  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.005)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import hashlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -66,6 +67,8 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
         self.sleep_errors: list[AntiphonError] = []
         self.wake_errors: list[AntiphonError] = []
         self.delay_seconds: Callable[[rollout_pb2.GenerateRequest], float] = lambda request: 0.0
+        # Seconds from the call to the end of one trajectory of it, by sample number.
+        self.sample_seconds: Callable[[rollout_pb2.GenerateRequest, int], float] = lambda request, number: 0.0
         self.generate_errors: list[AntiphonError] = []  # raised one per call, after the first trajectory
         self.logprob_shift = 0.0
         self.stamp_shift = 0  # added to the version in the spans
@@ -143,13 +146,14 @@ class SimulatedRollout(rollout_pb2_grpc.RolloutServiceServicer, tenant_pb2_grpc.
             raise Unavailable(f"{self.worker_id} is STALE")
         if request.HasField("policy_version") and request.policy_version != self.policy.version:
             raise Conflict(f"{self.worker_id} serves version {self.policy.version}, asked for {request.policy_version}")
-        try:
-            await asyncio.sleep(self.delay_seconds(request))
-        except asyncio.CancelledError:
-            self.aborted += 1
-            self._abort_seen.set()
-            raise
-        for number in missing:
+        began = time.monotonic() + self.delay_seconds(request)
+        for number in sorted(missing, key=lambda n: self.sample_seconds(request, n)):
+            try:
+                await asyncio.sleep(max(0.0, began + self.sample_seconds(request, number) - time.monotonic()))
+            except asyncio.CancelledError:
+                self.aborted += 1
+                self._abort_seen.set()
+                raise
             held[number] = self._sample(request, number)
             yield rollout_pb2.GenerateResponse(trajectory=held[number])
             if self.generate_errors:

@@ -107,7 +107,7 @@ class Simulation:
     """What the tests turn and look at."""
 
     rollouts: list[SimulatedRollout]
-    reward: SimulatedReward
+    rewards: list[SimulatedReward]
     learner: SimulatedLearner
     announced: dict[str, Announced]
 
@@ -115,18 +115,28 @@ class Simulation:
     def rollout(self) -> SimulatedRollout:
         return self.rollouts[0]
 
+    @property
+    def reward(self) -> SimulatedReward:
+        return self.rewards[0]
+
 
 @asynccontextmanager
 async def simulated_services(
-    nats_url: str, run_id: str, *, rollouts: int = 1, rollout_state: int = tenant_pb2.WORKER_STATE_STALE
+    nats_url: str,
+    run_id: str,
+    *,
+    rollouts: int = 1,
+    rewards: int = 1,
+    rollout_state: int = tenant_pb2.WORKER_STATE_STALE,
 ) -> AsyncIterator[Simulation]:
-    """rollout-0 …, reward-0 and learner-0, up and announced."""
+    """rollout-0 …, reward-0 … and learner-0, up and announced."""
     bus = await Bus.connect(nats_url, "simulation")
     tokenizer = make_tokenizer()
     encode = render_and_encode(tokenizer)
     letters = [tokenizer.token_to_id(c) for c in "abcdef0123456789"]
     engines = [SimulatedRollout(f"rollout-{n}", encode, letters, tokenizer.token_to_id(EOS)) for n in range(rollouts)]
-    learner, reward = SimulatedLearner("learner-0", encode), SimulatedReward("reward-0")
+    learner = SimulatedLearner("learner-0", encode)
+    scorers = [SimulatedReward(f"reward-{n}") for n in range(rewards)]
     announced: dict[str, Announced] = {}
 
     def announce(worker_id: str, kind: Any, state: Callable[[], Any]) -> Server:
@@ -141,12 +151,13 @@ async def simulated_services(
     server = announce("learner-0", events_pb2.WORKER_KIND_LEARNER, lambda: learner.state)
     server.add(learner_pb2_grpc.add_LearnerServiceServicer_to_server, learner, LEARNER)
     server.add(tenant_pb2_grpc.add_TenantServiceServicer_to_server, learner, TENANT)
-    server = announce("reward-0", events_pb2.WORKER_KIND_REWARD, lambda: tenant_pb2.WORKER_STATE_READY)
-    server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, reward, REWARD)
+    for reward in scorers:
+        server = announce(reward.worker_id, events_pb2.WORKER_KIND_REWARD, lambda: tenant_pb2.WORKER_STATE_READY)
+        server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, reward, REWARD)
     try:
         for one in announced.values():
             await one.start()
-        yield Simulation(engines, reward, learner, announced)
+        yield Simulation(engines, scorers, learner, announced)
     finally:
         for one in announced.values():
             await one.die()

@@ -28,7 +28,7 @@ from services.learner.config import LearnerConfig
 from services.rollout.config import RolloutConfig
 from tests.tiny.models import CHARACTERS, SPECIAL_TOKENS, make_tiny_model
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]  # two services start
 
 PROMPT = list(range(10, 30))
 VOCABULARY = len(SPECIAL_TOKENS) + len(CHARACTERS)

@@ -33,6 +33,9 @@ from services.common.errors import Unavailable
 from services.reward.config import RewardConfig
 from tests.tiny import models, task
 
+# More than the deadlines below, which say what was waited for.
+pytestmark = pytest.mark.timeout(500)
+
 ROOT = Path(__file__).parents[2]
 STEPS = 20
 START_SECONDS = 120.0

@@ -59,9 +59,21 @@ class Death:
 
 
 class LocalLauncher:
-    """The processes of one run. `modules` replaces the Python module of a kind of worker, for tests."""
+    """The processes of one run.
 
-    def __init__(self, recipe: Recipe, run_dir: Path, run_id: str, modules: Mapping[str, str] | None = None) -> None:
+    `modules` replaces the Python module of a kind of worker; kinds in `without` are not started.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        run_id: str,
+        modules: Mapping[str, str] | None = None,
+        *,
+        without: frozenset[str] = frozenset(),
+    ) -> None:
+        self._without = without
         self._recipe = recipe
         self._run_dir = run_dir
         self._run_id = run_id
@@ -83,6 +95,8 @@ class LocalLauncher:
         if not self.nats_url:
             await self._start_nats()
         for kind, count, settings in self._workers():
+            if kind in self._without:
+                continue
             for number in range(count):
                 await self._start_worker(kind, number, settings)
 
@@ -183,6 +197,7 @@ class LocalLauncher:
         own = dict(rollout_environment(self._recipe.rollout) if kind == "rollout" else _threads(kind))
         own |= visible_gpus(self._recipe, kind, number)
         environment = self._environment({**own, INSTANCE_ID_VARIABLE: service.instance_id})
+        logger.info("%s has the environment of this command, all of it, and %s", worker_id, own or "nothing of its own")
         await self._spawn(worker_id, command, environment, service)
 
     def _environment(self, own: Mapping[str, str]) -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from services.coordinator.algorithm_settings import AlgorithmConfig
+from services.coordinator.algorithm_settings import AlgorithmConfig, MeanFilter, SpreadFilter
+from services.coordinator.algorithms import filters
 from services.coordinator.algorithms.advantages.grpo import grpo
 from services.coordinator.algorithms.advantages.reinforce import reinforce
 from services.coordinator.algorithms.advantages.rloo import rloo
@@ -28,3 +29,18 @@ ESTIMATORS: dict[str, Callable[[Any], Estimator]] = {
 def make_estimator(config: AlgorithmConfig) -> Estimator:
     """The advantage estimator that the configuration names."""
     return ESTIMATORS[config.advantage.type](config.advantage)
+
+
+Keeps = Callable[[Sequence[float]], bool]
+"""The scores of one group that take part, to whether it is trained."""
+
+
+def make_filter(config: SpreadFilter | MeanFilter | None) -> Keeps | None:
+    """The filter of groups that the configuration names; None where every group is trained."""
+    match config:
+        case SpreadFilter():
+            return lambda scores_G: filters.by_spread(scores_G, tolerance=config.tolerance)
+        case MeanFilter():
+            return lambda scores_G: filters.by_mean(scores_G, above=config.above, below=config.below)
+        case None:
+            return None

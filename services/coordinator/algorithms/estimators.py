@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from services.coordinator.algorithms import placement
 from services.coordinator.algorithms.advantages import Baseline
+from services.coordinator.algorithms.placement import Bools, Floats
 from services.coordinator.algorithms.whitening import whiten
 
 CLIP = 10.0
@@ -23,7 +24,7 @@ Key = TypeVar("Key")
 class Advantages(Generic[Key]):
     """Of one Batch."""
 
-    rows: dict[Key, list[float]]
+    rows: dict[Key, Floats]
     """Per token, [T], of each row that takes part; 0 at masked positions."""
     without_signal: int
     """Groups whose advantages are all 0 because their spread is, or because one row is left."""
@@ -40,13 +41,13 @@ class Estimator:
     whitens: bool = False
 
     def __call__(
-        self, groups: Sequence[Sequence[Key]], rewards: Mapping[Key, float], masks: Mapping[Key, Sequence[bool]]
+        self, groups: Sequence[Sequence[Key]], rewards: Mapping[Key, float], masks: Mapping[Key, Bools]
     ) -> Advantages[Key]:
         """Advantages of a Batch from the rewards of the rows that take part; each of them has a trainable token.
 
         `groups` are all rows by group, in an order that does not matter to the result.
         """
-        rows: dict[Key, list[float]] = {}
+        rows: dict[Key, Floats] = {}
         without_signal = 0
         for keys in groups:
             estimate = self.baseline([rewards.get(key) for key in keys])
@@ -58,5 +59,5 @@ class Estimator:
             rows = dict(zip(rows, whiten(list(rows.values()), [masks[key] for key in rows]), strict=True))
         return Advantages(rows, without_signal)
 
-    def _over_tokens(self, value: float, loss_mask_T: Sequence[bool]) -> list[float]:
+    def _over_tokens(self, value: float, loss_mask_T: Bools) -> Floats:
         return placement.discounted_sums(placement.on_last_trainable(value, loss_mask_T), loss_mask_T, self.gamma)

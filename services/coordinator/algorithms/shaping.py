@@ -8,6 +8,7 @@ from typing import TypeVar
 from antiphon.types.v1 import trajectory_pb2
 
 from services.coordinator.algorithm_settings import AlgorithmConfig
+from services.coordinator.trajectories import sampled_tokens
 
 Key = TypeVar("Key")
 
@@ -24,7 +25,7 @@ def shape(
         trajectory, value = trajectories[key], reward
         if algorithm.overlong is not None:
             value -= overlong_penalty(
-                sum(trajectory.loss_mask),
+                sampled_tokens(trajectory),
                 longest=max_tokens,
                 buffer=algorithm.overlong.buffer,
                 factor=algorithm.overlong.factor,

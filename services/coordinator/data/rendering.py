@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from services.common.errors import ConfigError, InvalidRequest
@@ -93,17 +92,12 @@ class Renderer:
 
     def _find_template(self) -> ChatTemplate:
         config = self._config
-        own = config.template
-        if own is None:
+        source = config.own_template()
+        if source is None:
             home = self._text.template()
             return ChatTemplate(home.source, self._text.special_tokens, home.origin, config.chat_template_kwargs)
-        origin, source = "data.template", own
-        if not is_template(own):
-            origin = own
-            try:
-                source = Path(own).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"data.template: {own}: cannot be read: {error}") from None
+        own = config.template or ""
+        origin = "data.template" if is_template(own) else own
         return ChatTemplate(source, self._text.special_tokens, origin, config.chat_template_kwargs)
 
     def _find_what_is_around_a_prompt(self, template: ChatTemplate) -> None:

@@ -38,10 +38,13 @@ def test_help_is_judged_by_the_slowest(slowest: float, reached: bool) -> None:
         command_start.PASS: [0.1, 0.5, 0.1],
         "antiphon --help": [slowest, 0.9, slowest],
         command_start.READ: [9.0, 9.0, 9.0],
+        command_start.PLAN: [1.9, 1.0, 3.0],
     }
     found = command_start.summarise(seconds, {key: [] for key in seconds})
     assert found["slowest_help_seconds"] == slowest
     assert found["reached"] is reached
+    assert found["plan_seconds"] == 1.9
+    assert not command_start.summarise({**seconds, command_start.PLAN: [2.0] * 3}, {k: [] for k in seconds})["reached"]
     assert found["by_case"][1]["over_pass_seconds"] == pytest.approx(min(slowest - 0.1, 0.4))
 
 
@@ -49,4 +52,5 @@ def test_the_command_writes_a_result(tmp_path: Path, capsys: pytest.CaptureFixtu
     command_start.main(["--runs", "1", "--out", str(tmp_path / "command-start.json")])
     result = results.read(tmp_path / "command-start.json")
     assert result.samples["antiphon train --help, seconds"]
+    assert result.samples[f"{command_start.PLAN}, seconds"]
     assert "read a recipe" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from antiphon.rollout.v1 import rollout_pb2
 from antiphon.types.v1 import trajectory_pb2
 
 from benchmarks import coordinator, ledger_writes, results, step_overhead
@@ -47,7 +48,7 @@ async def test_a_file_that_lacks_a_trajectory_is_no_result(tmp_path: Path) -> No
 
 async def test_both_threads_of_the_ledger_are_profiled(tmp_path: Path) -> None:
     found = await ledger_writes.profile(tmp_path, ledger_writes.make_groups(20, 4, 100, seed=1), at_once=4)
-    assert any(row["called_by"] == "record_trajectories" for row in found["asking"])
+    assert any("record_trajectories" in (row["function"], row["called_by"]) for row in found["asking"])
     assert any(row["called_by"] == "_insert" for row in found["writing"])
 
 
@@ -87,6 +88,29 @@ def test_ratios_are_of_one_round(slowest: float, reached: bool) -> None:
     assert found["reached"] is reached
 
 
+def test_the_work_of_the_services_is_no_overhead() -> None:
+    found = coordinator.summarise_steps([[run(1, 7.05, 0.01), run(256, 7.1, 0.04)]], work_seconds=7.0)
+    first, last = found["by_workers"]
+    assert first["overhead_seconds"] == pytest.approx(0.05)
+    assert last["ratio_to_first"] == pytest.approx(2.0)
+    assert last["without_publish_ratio"] == pytest.approx(0.06 / 0.04)
+    assert last["share_of_a_step"] == pytest.approx(0.1 / 7.0)
+    assert found["reached"]
+
+
+def test_sampling_ends_when_it_is_told_to() -> None:
+    when = step_overhead.spread(5.0)
+
+    def request(dataset: str, row: int) -> rollout_pb2.GenerateRequest:
+        return rollout_pb2.GenerateRequest(prompt_id=trajectory_pb2.PromptId(dataset=dataset, row=row))
+
+    every = [when(request("train", row), number) for row in range(32) for number in range(8)]
+    assert max(every) == 5.0
+    assert every.count(5.0) == 8
+    assert min(every) >= 1.0
+    assert when(request("self-check", 0), 0) == 0.0
+
+
 def test_answers_are_lengthened_but_those_of_the_self_check() -> None:
     def short(dataset: str) -> trajectory_pb2.Trajectory:
         trajectory = trajectory_pb2.Trajectory(
@@ -111,7 +135,7 @@ def test_answers_are_lengthened_but_those_of_the_self_check() -> None:
 
 
 async def test_a_real_coordinator_is_measured(tmp_path: Path) -> None:
-    shape = step_overhead.Shape(prompts=4, samples=4, tokens=256)
+    shape = step_overhead.Shape(prompts=4, samples=4, tokens=256, sampling_seconds=0.1, training_seconds=0.05)
     found = await step_overhead.measure(tmp_path / "run", shape, workers=3, steps=12, warm_up=1, seed=5)
     assert [step["step"] for step in found.steps] == list(range(2, 14))
     for step in found.steps:
@@ -119,6 +143,7 @@ async def test_a_real_coordinator_is_measured(tmp_path: Path) -> None:
         assert step["completions/mean_length"] == 256
         assert step["publish/engines"] == 3
         assert step["time/step"] > step["time/publish"]
+        assert step["time/generate"] + step["time/train"] >= shape.work_seconds
     assert found.coordinator_cpu_seconds > 0
 
 
@@ -134,7 +159,7 @@ def test_the_command_writes_a_result(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         coordinator.main(["--parts", "ledgers"])
-    assert "expected some of ledger, steps, got ledgers" in capsys.readouterr().err
+    assert "expected some of ledger, steps, work, got ledgers" in capsys.readouterr().err
 
 
 def test_a_table_lines_up() -> None:

@@ -28,6 +28,27 @@ PUBLISHED = {
     "Mistral-7B": (config("mistral", 4096, 32, (32, 8), 14336, 32000), 7_241_732_096),
     "Qwen2-0.5B": (config("qwen2", 896, 24, (14, 2), 4864, 151936, **TIED), 494_032_768),
     "Qwen2-7B": (config("qwen2", 3584, 28, (28, 4), 18944, 152064), 7_615_616_512),
+    "Mixtral-8x7B": (
+        config("mixtral", 4096, 32, (32, 8), 14336, 32000, num_local_experts=8, num_experts_per_tok=2),
+        46_702_792_704,
+    ),
+    "Qwen3-30B-A3B": (
+        config(
+            "qwen3_moe",
+            2048,
+            48,
+            (32, 4),
+            6144,
+            151936,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            mlp_only_layers=[],
+            decoder_sparse_step=1,
+        ),
+        30_532_122_624,
+    ),
     "Qwen3-0.6B": (config("qwen3", 1024, 28, (16, 8), 3072, 151936, head_dim=128, **TIED), 596_049_920),
 }
 
@@ -60,6 +81,21 @@ def test_a_small_model_added_up_by_hand(tmp_path: Path) -> None:
     size = read_size(tmp_path, read_shape(write_config(tmp_path, tree)))
     assert size is not None and size.parameters == 40 + 40 + projections + gated + 4 + 4 + 4
     assert size.largest_tensor == 40
+
+
+def test_layers_of_a_mixture_and_others(tmp_path: Path) -> None:
+    """Hidden 4, two heads of 2, one key-value head, 10 words; of four layers the second is a mixture."""
+    tree = config("qwen3_moe", 4, 4, (2, 1), 6, 10, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=5,
+                  decoder_sparse_step=2, mlp_only_layers=[3], **TIED)  # fmt: skip
+    shape = read_shape(write_config(tmp_path, tree))
+    size = read_size(tmp_path, shape)
+    attention = 16 + 8 + 8 + 16 + 2 + 2  # q, k, v, o, norms of a head
+    mixture, plain = 3 * (20 + 20 + 20) + 12, 24 + 24 + 24  # and a router
+    assert size is not None and size.parameters == 40 + 4 + 4 * (attention + 8) + mixture + 3 * plain
+    assert size.largest_tensor == 3 * 2 * 5 * 4  # gates and ups of all experts
+    assert shape is not None and shape.inner_at_work == 10
+    del tree["num_experts_per_tok"]
+    assert read_shape(write_config(tmp_path, tree)) is None
 
 
 def test_headers_win_and_a_tied_head_counts_once(tmp_path: Path) -> None:

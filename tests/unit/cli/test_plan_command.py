@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,13 @@ def test_sizes_by_hand(recipe: Path) -> None:
     assert tree["seconds"] is None
 
 
+def test_what_a_filter_may_sample_more_is_told(recipe: Path) -> None:
+    tree = planned(recipe, "coordinator.prompts_per_step=4", "coordinator.filter={type: spread}")
+    assert {
+        key: size[key] for size in tree["sizes"] if size["name"].startswith("prompts") for key in ("name", "value")
+    } == {"name": "prompts sampled per Step, at most", "value": 20}
+
+
 def test_memory_on_a_cpu_by_hand(recipe: Path) -> None:
     tree = planned(recipe, "reward.reference={}", "rollout.kv_cache_gib=0.5")
     learner = parts(tree, "learner-0 rank 0")
@@ -94,8 +102,9 @@ def test_memory_on_a_cpu_by_hand(recipe: Path) -> None:
 
 def test_memory_on_gpus_is_shared_out(recipe: Path) -> None:
     tree = planned(
-        recipe, "model.dtype=bfloat16", "learner={ranks: 2, gpus: [0, 1]}", "rollout={gpus: [2, 3], tensor_parallel: 2}"
-    )
+        recipe, "model.dtype=bfloat16", "learner={ranks: 2, gpus: [0, 1]}",
+        "rollout={gpus: [2, 3, 4], tensor_parallel: 3}",
+    )  # fmt: skip
     half = SMOLLM2 // 2
     for rank in range(2):
         learner = parts(tree, f"learner-0 rank {rank}")
@@ -105,9 +114,49 @@ def test_memory_on_gpus_is_shared_out(recipe: Path) -> None:
             8 * half,
         )
     engine = parts(tree, "rollout-0")
-    assert engine["weights"] == SMOLLM2 and "staging of a publication" not in engine  # in place on a GPU
-    assert list(tree["memory_by_place"]) == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
+    assert engine["weights"] == 2 * SMOLLM2 // 3 and "staging of a publication" not in engine  # in place on a GPU
+    assert list(tree["memory_by_place"]) == ["GPU 0", "GPU 1", "GPU 2", "GPU 3", "GPU 4", "host"]  # the libraries
     assert tree["memory_by_place"]["GPU 3"] == sum(engine.values())
+
+
+def test_processes_by_themselves_are_counted(recipe: Path) -> None:
+    mib = {name: count * 2**20 for name, count in plan_memory.BY_ITSELF_MIB.items()}
+    tree = planned(
+        recipe, "learner.ranks=3", "coordinator.rollout_workers=2", "rollout.engine=transformers",
+        "reward.scorers=[{name: exact, path: reward.py, processes: 4}, {name: number, type: number}]",
+    )  # fmt: skip
+    assert parts(tree, "processes by themselves, libraries mostly") == {
+        "command": mib["command"],
+        "NATS": mib["NATS"],
+        "coordinator": mib["coordinator"],
+        "reward worker": mib["reward worker"],
+        "scorer": 5 * mib["scorer"],
+        "learner": mib["learner"],
+        "rank of the learner": 3 * mib["rank of the learner"],
+        "rollout worker of transformers": 2 * mib["rollout worker of transformers"],
+        "transformers engine": 2 * mib["transformers engine"],
+        "helper of the engine": 2 * mib["helper of the engine"],
+    }
+
+
+def test_what_they_take_is_what_was_measured_and_some_more() -> None:
+    seen = json.loads((RESULTS / "process-memory.json").read_text())["summary"]["highest_mib"]
+    assert seen.keys() == plan_memory.BY_ITSELF_MIB.keys()
+    for kind, mib in plan_memory.BY_ITSELF_MIB.items():
+        assert 1.1 * seen[kind] <= mib <= max(1.6 * seen[kind], seen[kind] + 32), kind
+
+
+@pytest.mark.parametrize("name", ["demo-cpu", "demo-cpu-lr-2e-5"])
+def test_the_demo_stayed_within_the_bound(name: str, recipe: Path) -> None:
+    seen = json.loads((RESULTS / f"{name}.json").read_text())
+    peak = max(map(float, re.findall(r'"peak_memory_gib_pss": ([\d.]+)', json.dumps(seen))))  # of the run, the control
+    folder = recipe.parent / "model"  # SmolLM2's
+    shape = read_shape(folder)
+    size = read_size(folder, shape)
+    assert size is not None
+    demo = read_recipe(ROOT / "recipes" / "demo" / "addition.yaml", ["model.dtype=float32"])
+    bound = plan_memory.by_place(plan_memory.processes(demo, size, shape, None))["host"] / 2**30
+    assert peak <= bound <= 1.25 * peak
 
 
 def learner_of(recipe: Path, family: str, shape: dict[str, int], *changes: str) -> plan_memory.Process:
@@ -164,10 +213,10 @@ def test_everything_else_is_refused_in_the_words_of_train(recipe: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             prepare(recipe, change)
         done = run(recipe, *change)
-        assert (done.exit_code, done.stderr.strip()) == (2, str(refused.value))
+        assert done.exit_code == 2 and done.stderr.startswith(f"{refused.value}\nANT-CONFIG: ")
         told = json.loads(run(recipe, *change, "--json").stderr)
         assert told["code"] == "ANT-CONFIG" and told["what_to_do"]
-        assert [told["message"], *told["problems"]] == [line.strip() for line in str(refused.value).splitlines()]
+        assert [told["what"], *told["problems"]] == [line.strip() for line in str(refused.value).splitlines()]
 
 
 def test_broken_weights_are_refused(recipe: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.machinery
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import yaml
 from services.cli.launch.local import visible_gpus
 from services.cli.recipe import next_name, problems, read_recipe, save_recipe
 from services.common.errors import ConfigError
+from tests.unit.cli.standins.recipe import WEIGHTS
 
 HEAVY = ("torch", "vllm", "deepspeed", "transformers", "ray", "datasets", "numpy", "tokenizers", "rich.live")
 
@@ -27,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
     (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").write_bytes(WEIGHTS)
     (tmp_path / "train.jsonl").write_text("{}\n")
     (tmp_path / "heldout.jsonl").write_text("{}\n")
     (tmp_path / "reward.py").write_text("def score(prompt, response, reference): return 1.0\n")
@@ -116,9 +119,33 @@ def test_what_does_not_parse_is_named(folder: Path, assignment: str, message: st
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("there", ["nothing", "a folder", "the library"])
+def test_a_sink_whose_library_is_not_installed_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    """A folder of that name is none: W&B leaves one wherever it was used."""
+    spec = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py" if there == "the library" else None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (None if there == "nothing" else spec) if name == "wandb" else find(name),
+    )
+    found = problems(read_recipe(written(folder), ["coordinator.sinks=[wandb]"]))
+    if there == "the library":
+        assert found == []
+    else:
+        (problem,) = found
+        assert problem.startswith("coordinator.sinks: wandb needs the library wandb, which is not installed: .venv/bin")
+
+
 @pytest.mark.parametrize(
     ("assignments", "message"),
     [
+        (
+            ["coordinator.sinks=[wandb]"],
+            "coordinator.sinks: wandb needs the library wandb, which is not installed: .venv",
+        ),
         (["coordinator.scorer=other"], "coordinator.scorer: no scorer 'other' in reward.scorers; there is exact"),
         (["coordinator.algorithm.kl.coefficient=0.1"], "`reward.reference: {}` takes the one that the run begins with"),
         (["coordinator.data.path=x.jsonl"], "coordinator.data.path: no such file"),
@@ -179,6 +206,33 @@ def test_paths_of_data_are_absolute_and_names_on_the_hub_stay(folder: Path) -> N
     assert names == ["train.jsonl", "heldout.jsonl", "train.jsonl", "heldout.jsonl", "own.jinja", "reward.py"]
     save_recipe(recipe, folder / "saved.yaml")
     assert read_recipe(folder / "saved.yaml", []) == recipe
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "said"),
+    [
+        (9, 3, 3, None),
+        (14, 2, 2, None),
+        (32, 8, 16, None),  # two GPUs for each key-value head
+        (9, 3, 2, "num_attention_heads / tensor_parallel = 9 / 2 = 4.5, which is not whole; nearest that fit: 1 or 3"),
+        (14, 2, 4, "num_attention_heads / tensor_parallel = 14 / 4 = 3.5, which is not whole; nearest that fit: 2 or 14"),  # noqa: E501
+        (24, 8, 12, "num_key_value_heads / tensor_parallel = 8 / 12 = 0.6667, which is not whole; nearest that fit: 8 or 24"),  # noqa: E501
+        (8, 8, 16, "num_attention_heads / tensor_parallel = 8 / 16 = 0.5, which is not whole; nearest that fit: 8"),
+    ],
+)  # fmt: skip
+def test_an_engine_shares_out_whole_heads(
+    folder: Path, heads: int, key_heads: int, width: int, said: str | None
+) -> None:
+    config = {"max_position_embeddings": 2048, "num_attention_heads": heads, "num_key_value_heads": key_heads}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    found = problems(read_recipe(written(folder), [f"rollout.tensor_parallel={width}"]))
+    assert found == ([] if said is None else [f"rollout.tensor_parallel: {said}"])
+
+
+def test_cut_weights_are_refused_before_anything_starts(folder: Path) -> None:
+    (folder / "model" / "model.safetensors").write_bytes(WEIGHTS[:40])
+    (problem,) = problems(read_recipe(written(folder), []))
+    assert problem.startswith("model.path: ") and "not a whole safetensors file" in problem
 
 
 def test_workers_see_the_gpus_that_the_recipe_gives_them(folder: Path) -> None:

@@ -21,7 +21,7 @@ from services.cli.memory import MemorySampler, pss_mib
 from services.cli.recipe import read_recipe
 from services.cli.run_processes import find_processes, kill_processes
 from services.common.errors import ConfigError
-from tests.unit.cli.standins.recipe import write_recipe
+from tests.unit.cli.standins.recipe import WEIGHTS, write_recipe
 
 HOLD = "import sys, time; block = bytearray(int(sys.argv[1]) << 20); print('held', flush=True); time.sleep(600)"
 
@@ -83,7 +83,7 @@ def test_the_manifest_says_what_the_run_had(tmp_path: Path) -> None:
         entry = manifest["files"][str(tmp_path / name)]
         content = (tmp_path / name).read_bytes()
         assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert manifest["weights"] == {"model.safetensors": {"bytes": 7}}
+    assert manifest["weights"] == {"model.safetensors": {"bytes": len(WEIGHTS)}}
     assert manifest["hardware"]["cores"] >= 1 and "kB" in manifest["hardware"]["memory"]
     assert manifest["recipe"] == recipe.model_dump(mode="json")
     assert (manifest["run_id"], manifest["seed"], manifest["command"][1]) == ("story-1", 7, "train")

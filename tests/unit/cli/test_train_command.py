@@ -38,7 +38,7 @@ class Command:
         self.run_dir = folder / "runs" / "story"
         environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         environment |= {f"STANDIN_{kind.upper()}": how for kind, how in standins.items()}
-        command = [sys.executable, "-m", "tests.unit.cli.standins.antiphon", str(self.recipe), *assignments]
+        command = [sys.executable, "-m", "tests.unit.cli.standins.antiphon", "train", str(self.recipe), *assignments]
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment, start_new_session=True, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

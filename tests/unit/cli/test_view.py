@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
 from antiphon.events.v1 import events_pb2
 from rich.console import Console
 
-from services.cli.view import LiveView, PlainView, RunProgress, duration
+from services.cli.view import JsonView, LiveView, PlainView, RunProgress, duration
 
 
 class Clock:
@@ -127,3 +128,50 @@ def test_durations_read_well() -> None:
     assert [duration(s) for s in (0.4, 59.4, 61, 3599, 3600, 7500)] == [
         "0 s", "59 s", "1 min 1 s", "59 min 59 s", "1 h 0 min", "2 h 5 min",
     ]  # fmt: skip
+
+
+def test_what_one_wants_to_see_of_a_step() -> None:
+    clock = Clock()
+    progress = RunProgress(clock)
+    assert progress.facts() == []
+    play(
+        progress, clock, phase("GENERATE", 1), 4.0,
+        finished(
+            1, 3, reward=0.5, reward_std=0.25, mismatch_kl_k3=0.0012, tokens_per_second=1234.5,
+            **{"completions/mean_length": 20.25, "completions/min_length": 2, "completions/max_length": 64,
+               "completions/clipped_ratio": 0.125},
+        ),
+        events_pb2.RunEvent(evaluated=events_pb2.Evaluated(dataset="held-out", policy_version=1, score_mean=0.75)),
+        phase("GENERATE", 2),
+        events_pb2.RunEvent(phase_progress=events_pb2.PhaseProgress(done=3, of=32)),
+    )  # fmt: skip
+    assert progress.facts() == [
+        ("score", "0.5 (std 0.25)"),
+        ("held-out", "0.7500 on held-out, policy 1"),
+        ("KL", "not measured, there is no reference policy; 0.0012 from engine to trainer"),
+        ("length", "20.2 tokens, 2 to 64, 12% cut"),
+        ("age", "0, on policy"),
+        ("tokens/s", "1,234 while sampling"),
+        ("queue", "29 to be sampled"),
+        ("left", "8 s for the Steps"),
+    ]
+    play(progress, clock, finished(2, 3, reward=0.5, kl=0.03125, **{"age/max": 2}))
+    assert {("KL", "0.0312 to the reference policy"), ("age", "at most 2")} <= set(progress.facts())
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    view = LiveView(progress, console)
+    view.close()
+    with console.capture() as shown:
+        console.print(view._render())
+    assert "0.0312 to the reference policy" in shown.get() and "step 2/3" in shown.get()
+
+
+def test_json_is_events_on_one_stream_and_lines_on_the_other() -> None:
+    events, lines = io.StringIO(), io.StringIO()
+    view = JsonView(RunProgress(), events, lines)
+    view.line("run story in /runs/story")
+    view.note(finished(1, 3, reward=0.5))
+    view.tick()
+    view.close()
+    assert json.loads(lines.getvalue()) == {"line": "run story in /runs/story"}
+    (event,) = map(json.loads, events.getvalue().splitlines())
+    assert event["stepFinished"]["metrics"] == [{"name": "reward", "value": 0.5}]

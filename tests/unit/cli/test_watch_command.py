@@ -126,7 +126,7 @@ def test_a_folder_that_is_none_of_a_run(make: Any, said: str, tmp_path: Path) ->
     done = watch(tmp_path / "other")
     assert done.exit_code == 2 and said in done.stderr and str(tmp_path / "other") in done.stderr
     told = json.loads(watch(tmp_path / "other", "--json").stderr)
-    assert told["code"] == "ANT-CONFIG" and said in told["message"]
+    assert told["code"] == "ANT-NO-RUN" and said in told["what"]
 
 
 def test_the_folder_above_the_runs_names_them(run_dir: Path) -> None:
@@ -139,7 +139,7 @@ def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, 
     recipe = write_recipe(tmp_path)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos'}", "STANDIN_COORDINATOR": "train"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.cli.standins.antiphon", str(recipe)], cwd=tmp_path, env=environment,
+        [sys.executable, "-m", "tests.unit.cli.standins.antiphon", "train", str(recipe)], cwd=tmp_path, env=environment,
         start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     yield process, environment

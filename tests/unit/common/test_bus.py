@@ -70,7 +70,7 @@ async def test_what_is_sent_while_disconnected_fails_at_once_and_is_not_sent_lat
         await bucket.put("key", b"late")
     with pytest.raises(nats.errors.OutboundBufferLimitError):
         await bus.connection.publish("subject", b"late")
-    assert time.monotonic() - began < 0.1
+    assert time.monotonic() - began < 2.0  # not the seconds that an answer is waited for
     nats_server.start()
     await until(lambda: bus.connected, 10)
     assert (await bucket.get("key")).value == b"before"

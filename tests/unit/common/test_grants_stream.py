@@ -115,7 +115,7 @@ async def test_what_is_appended_while_nats_is_away_fails_at_once_and_is_not_stor
         await grant(log, before)
     with pytest.raises(Unavailable):
         await log.refresh()
-    assert time.monotonic() - began < 0.2
+    assert time.monotonic() - began < 2.0  # not the seconds that an answer is waited for
     nats_server.start()
     await until(lambda: bus.connected, 10)
     assert await log.refresh() == before

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue
 
-from services.common.processes import spawn, stop
+from services.common.processes import how_it_ended, spawn, stop
 from tests.contract.echo_service import Echo, until
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -192,3 +192,17 @@ async def test_children_of_a_process_with_calls_under_way_start_unharmed(tmp_pat
         await asyncio.gather(*busy)
     assert codes == [0] * 20
     assert log.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0"),
+        (7, "ended with exit code 7"),
+        (-9, "was killed by SIGKILL (by somebody, or by the kernel because memory ran out)"),
+        (-11, "was ended by SIGSEGV"),
+        (-40, "was ended by signal 40"),  # a real-time signal has no name
+    ],
+)
+def test_how_a_process_ended_in_words(code, words):
+    assert how_it_ended(code) == words

@@ -48,6 +48,10 @@ def test_planned_updates() -> None:
         ({"scheduler": "sync"}, "did you mean 'schedule'"),
         ({"steps": 0}, "steps"),
         ({"failure_budget": 1.5}, "failure_budget"),
+        (
+            {"evaluation": {"path": "e.jsonl", "max_tokens": 1, "samples": 4}},
+            "set temperature above 0, or samples to 1",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(changes: dict[str, Any], complaint: str) -> None:

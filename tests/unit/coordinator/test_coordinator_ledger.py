@@ -24,8 +24,10 @@ from services.coordinator.data import Prompt
 from services.coordinator.groups import Group, GroupState
 from services.coordinator.identity import PromptKey
 from services.coordinator.ledger import Ledger, connect
+from services.coordinator.ledger_schema import SCHEMA_VERSION
 
 SAMPLES = 2
+PLACE = {"prompts_wanted": 1, "next_admission": 10}
 
 
 def group(row: int) -> Group:
@@ -96,7 +98,7 @@ async def test_every_connection_has_the_settings_of_durability(ledger: Ledger) -
         ]
         assert found == ["wal", 2, 1, 10_000]
     assert oct(ledger.path.stat().st_mode & 0o777) == "0o600"
-    assert rows_of(ledger, "SELECT schema_version, run_id, seed FROM run") == [(2, "run-1", 7)]
+    assert rows_of(ledger, "SELECT schema_version, run_id, seed FROM run") == [(SCHEMA_VERSION, "run-1", 7)]
 
 
 def test_a_file_system_without_wal_is_refused() -> None:
@@ -130,7 +132,7 @@ async def test_a_group_from_admission_to_its_step(ledger: Ledger) -> None:
         (0.0, None),
         (None, "FAILURE_KIND_DATA: timeout"),
     ]
-    await ledger.record_batch(batch(1, [3]))
+    await ledger.record_batch(batch(1, [3]), **PLACE)
     assert rows_of(ledger, "SELECT trajectory_id, step, position FROM batch_rows ORDER BY position") == [
         ("train/0/3/0", 1, 0),
         ("train/0/3/1", 1, 1),
@@ -142,9 +144,9 @@ async def test_a_group_from_admission_to_its_step(ledger: Ledger) -> None:
 async def test_a_trajectory_enters_one_step_at_most(ledger: Ledger) -> None:
     for row in (0, 1):
         await fill(ledger, row)
-    await ledger.record_batch(batch(1, [0]))
+    await ledger.record_batch(batch(1, [0]), **PLACE)
     with pytest.raises(Conflict, match="batch_rows has train/0/0/0 already"):
-        await ledger.record_batch(batch(2, [1, 0]))
+        await ledger.record_batch(batch(2, [1, 0]), **PLACE)
     # The refused Batch left nothing behind, its own new rows included.
     assert rows_of(ledger, "SELECT step FROM batches") == [(1,)]
     assert rows_of(ledger, "SELECT DISTINCT step FROM batch_rows") == [(1,)]
@@ -155,7 +157,7 @@ async def test_a_trajectory_enters_one_step_at_most(ledger: Ledger) -> None:
 async def test_a_repeat_changes_nothing_and_other_content_is_a_conflict(ledger: Ledger) -> None:
     for _ in range(2):
         await fill(ledger, 0)
-        await ledger.record_batch(batch(1, [0]))
+        await ledger.record_batch(batch(1, [0]), **PLACE)
         await ledger.record_step(result(1))
     assert rows_of(ledger, "SELECT count(*) FROM trajectories") == [(SAMPLES,)]
     with pytest.raises(
@@ -165,7 +167,7 @@ async def test_a_repeat_changes_nothing_and_other_content_is_a_conflict(ledger: 
     with pytest.raises(Conflict, match="scores has train/0/0/0 already"):
         await ledger.record_scores([score(0, 0, 2.0)], GroupState.COMPLETE)
     with pytest.raises(Conflict, match="batches has 1 already, with other content in digest"):
-        await ledger.record_batch(batch(1, [0], digest=1))
+        await ledger.record_batch(batch(1, [0], digest=1), **PLACE)
 
 
 async def test_what_has_no_ground_is_refused(ledger: Ledger) -> None:
@@ -177,10 +179,10 @@ async def test_what_has_no_ground_is_refused(ledger: Ledger) -> None:
     with pytest.raises(Conflict, match=r"groups\.admission"):
         await ledger.admit(group(1), 0)
     await fill(ledger, 2)
-    await ledger.record_batch(batch(1, [2]))
+    await ledger.record_batch(batch(1, [2]), **PLACE)
     await ledger.record_step(result(1))
     await fill(ledger, 3)
-    await ledger.record_batch(batch(2, [3]))
+    await ledger.record_batch(batch(2, [3]), **PLACE)
     with pytest.raises(Conflict, match=r"steps\.policy_version"):
         await ledger.record_step(result(2, version=1))
 

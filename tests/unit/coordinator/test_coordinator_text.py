@@ -94,6 +94,9 @@ def test_equals_transformers(tmp_path: Path, template: str) -> None:
         assert ours.encode_conversation(messages) == expected
         assert ours.decode(expected, special_tokens=True) == theirs.decode(expected)
         assert ours.decode(expected, special_tokens=False) == theirs.decode(expected, skip_special_tokens=True)
+        ordinary = [number for number in expected if number not in theirs.all_special_ids]
+        for ids in (expected, ordinary):
+            assert ours.decode_both(ids) == (theirs.decode(ids, skip_special_tokens=True), theirs.decode(ids))
         compared += 1
     assert compared >= 8
     assert ours.encode_plain("plain 123") == theirs("plain 123")["input_ids"]

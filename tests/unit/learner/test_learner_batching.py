@@ -106,11 +106,11 @@ def test_a_large_update_is_planned_and_packed_in_milliseconds():
     while sum(len(row.token_ids) for row in rows) < 65_536:
         length = dice.randint(64, 2048)
         rows.append(Row(np.arange(length), np.arange(length // 4, length)))
-    begin = time.perf_counter()
+    begin = time.process_time()
     ((*micro_batches,),) = plan_micro_batches(rows, ranks=1, token_budget=8192, layout=Layout.ONE_LINE)
     for micro_batch in micro_batches:
         pack(micro_batch, rows, Layout.ONE_LINE, CPU)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     assert len(micro_batches) <= 9
     assert seconds < 0.2, f"{seconds * 1000:.0f} ms; a few ms are expected on a free machine"
 

@@ -148,15 +148,15 @@ async def test_a_rank_that_was_killed_is_the_cause_and_not_the_one_that_complain
     begin = time.monotonic()
     with pytest.raises(Unavailable, match=r"rank 1 \(pid \d+\) was killed by SIGKILL .*learner-rank1.log"):
         await asyncio.wait_for(ranks.run(tell(rank0=f"echo {marker}", rank1=f"kill_after {marker}")), SOON_SECONDS)
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < SOON_SECONDS
 
 
 @pytest.mark.parametrize(("how", "told"), [("killed", "was killed by SIGKILL"), ("exit", "ended with exit code 3")])
-async def test_a_death_is_noticed_within_a_second(ranks, how, told):
+async def test_a_death_is_noticed_soon(ranks, how, told):
     begin = time.monotonic()
     with pytest.raises(Unavailable, match=told):
         await asyncio.wait_for(ranks.run(tell(rank0="hang", rank1=how)), SOON_SECONDS)
-    assert time.monotonic() - begin < 2.0
+    assert time.monotonic() - begin < SOON_SECONDS
 
 
 async def test_a_death_between_commands_is_noticed(ranks):

@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-HEAVY = ("torch", "vllm", "deepspeed", "transformers", "ray", "datasets", "pyarrow")
+HEAVY = (
+    "torch", "vllm", "deepspeed", "transformers", "ray", "datasets", "pyarrow", "tensorboard", "wandb", "trackio",
+)  # fmt: skip
 
 # Named for a heavy library, or for the model work that they do with one. Everything else must load without any.
 NAMED_FOR_IT = (
     "services.common.weights",
     "services.coordinator.data.arrow_rows",
     "services.coordinator.data.datasets_process",
+    "services.coordinator.sinks.tensorboard",
+    "services.coordinator.sinks.trackio",
+    "services.coordinator.sinks.wandb",
     "services.rollout.receiving",
     "services.rollout.sampling",
     "services.rollout.transformers_cache",
@@ -40,6 +45,7 @@ NAMED_FOR_IT = (
     "services.learner.step_tokens",
     "services.learner.update_sums",
     "services.learner.varlen_attention",
+    "services.learner.checkpoint_export",
     "services.learner.checkpoint_slices",
     "services.learner.rank_checkpoint",
     "services.learner.memory_peak",
@@ -123,7 +129,7 @@ def test_light_modules_load_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([name, "--help"] for name in ("train", "plan", "doctor", "watch"))]
+    "arguments", [["--help"], *([name, "--help"] for name in ("train", "plan", "doctor", "watch", "generate"))]
 )
 def test_help_loads_no_heavy_library(arguments: list[str]) -> None:
     done = subprocess.run(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from antiphon.types.v1 import transfer_pb2
 
+from services.common.errors import AntiphonError
 from services.common.weights.digest import tensor_digest
 from services.common.weights.manifest import ELEMENT_TYPES, element_type, slice_range
 from services.common.weights.receiver import Receiver
@@ -98,7 +99,8 @@ class Fate:
 def learner_rank(pipe: Connection, rank: int, *, seed: int, dtype: torch.dtype, fate: Fate, device: str) -> None:
     """One rank, with its weights on `device`.
 
-    Rank 0 binds the store when told "bind"; then each gets a manifest, and sends until told to end.
+    Rank 0 binds the store when told "bind"; then each gets a manifest, and sends until told to end. It answers each
+    time with digest and bytes; or with its error, of which it then dies.
     """
     torch.set_num_threads(1)
     store = None
@@ -123,7 +125,11 @@ def learner_rank(pipe: Connection, rank: int, *, seed: int, dtype: torch.dtype, 
     while pipe.recv() == "send":
         if fate.die_at_bucket == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        report = sender.send(slice_of, deadline_seconds=20, on_bucket=on_bucket)
+        try:
+            report = sender.send(slice_of, deadline_seconds=20, on_bucket=on_bucket)
+        except AntiphonError as error:
+            pipe.send(str(error))  # before this process leaves: with a GPU that takes seconds
+            raise
         pipe.send((report.digest, report.bytes))
     sender.close()
 

@@ -1,12 +1,9 @@
-"""`antiphon train` with stand-ins for the services."""
+"""`antiphon` with stand-ins for the services: the command line as it is, other modules for the processes."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-from services.cli.train import CONFIG, train
-from services.common.errors import ConfigError
+from services.cli.__main__ import main
+from services.cli.launch import local
 
 STANDINS = "tests.unit.cli.standins"
 MODULES = {kind: f"{STANDINS}.idle" for kind in ("rollout", "reward", "learner")} | {
@@ -14,8 +11,5 @@ MODULES = {kind: f"{STANDINS}.idle" for kind in ("rollout", "reward", "learner")
 }
 
 if __name__ == "__main__":
-    try:
-        sys.exit(train(Path(sys.argv[1]), sys.argv[2:], MODULES))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(CONFIG)
+    local.MODULES = MODULES
+    main()

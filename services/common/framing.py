@@ -1,4 +1,4 @@
-"""Frames between the service and its children: 4 bytes of length, big endian, then that many bytes."""
+"""Frames on a stream between a service and its children: 4 bytes of length, big endian, then that many bytes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ def send_frame(channel: socket.socket, data: bytes) -> None:
 
 
 def receive_frame(channel: socket.socket) -> bytes | None:
-    """Blocks until the next frame is there; None when the other end has closed."""
+    """Blocks until the next frame is there; None when the other end is gone, in the middle of a frame too."""
     prefix = _exactly(channel, PREFIX_BYTES)
     return None if prefix is None else _exactly(channel, int.from_bytes(prefix, "big"))
 
 
 def _exactly(channel: socket.socket, count: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < count:
-        part = channel.recv(min(count - len(data), 2**20))
-        if not part:
+    data = bytearray(count)
+    view = memoryview(data)
+    filled = 0
+    while filled < count:
+        try:
+            received = channel.recv_into(view[filled:])
+        except ConnectionError:
             return None
-        data += part
+        if received == 0:
+            return None
+        filled += received
     return bytes(data)
