@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+
 from antiphon.events.v1 import events_pb2
 from antiphon.learner.v1 import learner_pb2
 
@@ -88,7 +91,7 @@ class Ending:
                 request, seconds, lambda p: self._events.progress(p.done, p.of, p.phase)
             )
         if policy.version != version:
-            raise Conflict(
-                f"{learner.worker_id}: expected to export version {version}, it wrote {policy.version} to {written}"
-            )
+            # A Step that a stop gave up was applied meanwhile: no folder is better than one of a wrong name.
+            await asyncio.to_thread(shutil.rmtree, written, ignore_errors=True)
+            raise Conflict(f"{learner.worker_id}: expected to export version {version}, it wrote {policy.version}")
         return written
