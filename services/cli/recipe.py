@@ -36,6 +36,9 @@ class RunConfig(Config):
     name: str = pydantic.Field(pattern=NAME_PATTERN, description="its files are in <directory>/<name>")
     directory: Path = Path("runs")
     seed: int = pydantic.Field(0, ge=0, lt=2**63)
+    restarts: int = pydantic.Field(
+        3, ge=0, description="how often each process that dies is started again; 0: the run ends and is resumed by hand"
+    )
 
 
 class NatsConfig(Config):

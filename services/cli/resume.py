@@ -22,7 +22,9 @@ from services.cli.train import follow
 from services.common.errors import ConfigError
 
 FIXED = (
-    "run",
+    "run.name",
+    "run.directory",
+    "run.seed",
     "model",
     "reward",
     "coordinator.schedule",

@@ -27,10 +27,12 @@ def find_processes(run_id: str, variable: str = RUN_ID_VARIABLE) -> list[int]:
     return found
 
 
-def kill_processes(run_id: str, deadline_seconds: float) -> list[int]:
-    """Kills what is left of a run; answers what could not be killed in time. New ones that appear are killed too."""
+def kill_processes(run_id: str, deadline_seconds: float, variable: str = RUN_ID_VARIABLE) -> list[int]:
+    """Kills what is left of a run, or of another set; answers what could not be killed in time. New ones that appear
+    are killed too.
+    """
     end = time.monotonic() + deadline_seconds
-    while left := find_processes(run_id):
+    while left := find_processes(run_id, variable):
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)

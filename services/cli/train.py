@@ -2,10 +2,12 @@
 
     start services ──► follow the coordinator's events ──► RunEnded ──► stop services ──► closing lines
           │                        │
-          └── a signal, or a process that dies ──► StopRun, wait for RunEnded (bounded) ──► the same
+          └── a signal, or a process that dies for good ──► StopRun, wait for RunEnded (bounded) ──► the same
                                    └── a second signal ──► SIGKILL to all
 
-From the first signal to the last process's end it takes STOP_SECONDS + GRACE_SECONDS + a few, under 30 s in all.
+A process that dies is started again by the launcher, and the run goes on; each of a coordinator's lives is followed.
+From the first signal to the last process's end it takes the coordinator's own bound of a stop, GRACE_SECONDS, the
+learner's save_grace_seconds and a few: under 30 s in all by default.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.cli.launch.local import Death, LocalLauncher
+from services.cli.launch.deaths import Death
+from services.cli.launch.local import LocalLauncher
 from services.cli.manifest import write_manifest
 from services.cli.memory import MemorySampler
 from services.cli.preflight import lacks
@@ -31,7 +34,7 @@ from services.cli.view import RunProgress, View, describe_evaluation, make_view
 from services.cli.watch import Watcher
 from services.common.errors import AntiphonError, ConfigError
 
-STOP_SECONDS = 20.0  # for RunEnded after StopRun
+MARGIN_SECONDS = 1.0  # for RunEnded after what the coordinator takes for a stop
 GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
 LAST_WORD_SECONDS = 2.0  # for the events of a coordinator that has ended, and for the death behind a failed run
 
@@ -102,7 +105,14 @@ class _Run:
         self._progress = RunProgress()
         self._as_json = as_json
         self._view: View = make_view(self._progress, as_json=as_json)
-        self._launcher = LocalLauncher(recipe, self._run_dir, self._run_id, modules)
+        self._launcher = LocalLauncher(
+            recipe,
+            self._run_dir,
+            self._run_id,
+            modules,
+            restarts=recipe.run.restarts,
+            on_restart=self._view.line,
+        )
         self._watcher: Watcher | None = None
         self._memory = MemorySampler(self._run_id, self._owners, self._run_dir / "memory.jsonl")
         self._signal: signal.Signals | None = None
@@ -159,10 +169,11 @@ class _Run:
         )
         async for event in self._watcher.events():
             self._view.note(event)
+            self._launcher.begun = self._launcher.begun or self._progress.phase != "start"
 
     async def _close(self, following: asyncio.Task[None], dying: asyncio.Task[Death]) -> int:
         """From the first thing that ended the run to the closing lines."""
-        end = time.monotonic() + STOP_SECONDS
+        end = time.monotonic() + self._recipe.coordinator.stop_bound_seconds + MARGIN_SECONDS
         if self._signal is not None:
             self._view.line(f"{self._signal.name}: stopping after the work under way; once more kills at once")
             await self._stop_run(following, self._signal.name, end)
@@ -229,7 +240,8 @@ class _Run:
         if code == FAILED:
             reason = str(error) if error is not None else ended.reason if ended is not None else "a process ended"
             tell(RunFailed(f"run {self._run_id}: {reason}; files of the run: {self._run_dir}"), as_json=self._as_json)
-        if self._resuming or any((self._run_dir / "checkpoints").glob("step-*")):
+        paid = self._progress.step > 0 and (self._run_dir / "run.db").exists()
+        if self._resuming or paid or any((self._run_dir / "checkpoints").glob("step-*")):
             line(f"to go on:\n  {shlex.join(['antiphon', 'resume', str(self._run_dir)])}")
         elif export:
             line(f"to go on from it:\n  {self._next_command(export)}")

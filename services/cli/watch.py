@@ -33,26 +33,40 @@ class Watcher:
         self._peer: Peer | None = None
 
     async def events(self) -> AsyncIterator[events_pb2.RunEvent]:
-        """Every event, kept in events.jsonl as well, until RunEnded. A coordinator that is away is asked again.
+        """Every event, kept in events.jsonl as well, until RunEnded. A coordinator that is away is looked for and asked
+        again; another life of it numbers its events anew.
 
         Raises Unavailable or ConfigError about NATS, Expired when no coordinator announces itself.
         """
-        stub = coordinator_pb2_grpc.CoordinatorServiceStub((await self._find()).channel)
-        following = 0
-        with self._events_path.open("a") as file:
-            while True:
-                assert self._peer is not None
-                request = coordinator_pb2.WatchRunRequest(from_sequence=following)
-                with contextlib.suppress(Unavailable, Expired):
-                    async for answer in self._peer.stream(stub.WatchRun, request, deadline_seconds=STREAM_SECONDS):
-                        event = answer.event
-                        following = event.sequence + 1
-                        file.write(json_format.MessageToJson(event, indent=None) + "\n")
-                        file.flush()
-                        yield event
-                        if event.WhichOneof("event") == "run_ended":
-                            return
-                await asyncio.sleep(AGAIN_SECONDS)
+        bus = await Bus.connect(self._nats_url, "cli", self._nats_monitor_url)
+        registry = Registry(bus, self._run_id)
+        listening = asyncio.create_task(registry.run())
+        life, following = "", 0
+        try:
+            with self._events_path.open("a") as file:
+                while True:
+                    found = await self._find(registry)
+                    if found.instance_id != life:
+                        await self.close()
+                        self._peer = Peer(found.worker_id, found.address)
+                        life, following = found.instance_id, 0
+                    assert self._peer is not None
+                    stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._peer.channel)
+                    request = coordinator_pb2.WatchRunRequest(from_sequence=following)
+                    with contextlib.suppress(Unavailable, Expired):
+                        async for answer in self._peer.stream(stub.WatchRun, request, deadline_seconds=STREAM_SECONDS):
+                            event = answer.event
+                            following = event.sequence + 1
+                            file.write(json_format.MessageToJson(event, indent=None) + "\n")
+                            file.flush()
+                            yield event
+                            if event.WhichOneof("event") == "run_ended":
+                                return
+                    await asyncio.sleep(AGAIN_SECONDS)
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+            await bus.close()
 
     async def request_stop(self, reason: str) -> bool:
         """Asks for StopRun; False when there is no coordinator to ask, or it does not answer."""
@@ -70,18 +84,8 @@ class Watcher:
         if self._peer is not None:
             await self._peer.close()
 
-    async def _find(self) -> Peer:
-        bus = await Bus.connect(self._nats_url, "cli", self._nats_monitor_url)
-        registry = Registry(bus, self._run_id)
-        listening = asyncio.create_task(registry.run())
-        try:
-            kind = events_pb2.WORKER_KIND_COORDINATOR
-            if not await registry.wait_for(lambda: bool(registry.alive(kind)), FIND_SECONDS):
-                raise Expired(f"no coordinator of run {self._run_id} announced itself within {FIND_SECONDS:.0f} s")
-            found = registry.alive(kind)[0]
-        finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
-            await bus.close()
-        self._peer = Peer(found.worker_id, found.address)
-        return self._peer
+    async def _find(self, registry: Registry) -> events_pb2.WorkerAnnouncement:
+        kind = events_pb2.WORKER_KIND_COORDINATOR
+        if not await registry.wait_for(lambda: bool(registry.alive(kind)), FIND_SECONDS):
+            raise Expired(f"no coordinator of run {self._run_id} announced itself within {FIND_SECONDS:.0f} s")
+        return registry.alive(kind)[0]

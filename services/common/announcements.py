@@ -181,16 +181,17 @@ class Registry:
     def _note(self, entry: KeyValue.Entry) -> None:
         if entry.operation is not None or not entry.value:  # deleted
             if self._heard.pop(entry.key, None) is not None:
-                self._tell()
+                self.look_again()
             return
         known = self._heard.get(entry.key)
         if known is not None and known[1] == entry.revision:
             return
         announcement = events_pb2.WorkerAnnouncement.FromString(entry.value)
         self._heard[entry.key] = (time.monotonic(), entry.revision, announcement)
-        self._tell()
+        self.look_again()
 
-    def _tell(self) -> None:
+    def look_again(self) -> None:
+        """Makes those in `wait_for` look at their condition now: something else that it depends on has changed."""
         self._news.set()
         self._news = asyncio.Event()
 

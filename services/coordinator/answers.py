@@ -31,7 +31,9 @@ class Answers(Run):
     """The run of a process that only evaluates."""
 
     def __init__(self, process: ProcessConfig[AnswersConfig]) -> None:
-        super().__init__(ProcessConfig(service=process.service, model=process.model, settings=process.settings))
+        # Too short to be worth a wait for somebody's next life.
+        settings = process.settings.model_copy(update={"replacement_seconds": 0.0})
+        super().__init__(ProcessConfig(service=process.service, model=process.model, settings=settings))
         self._scored = process.settings.score
 
     def _expected(self) -> dict[events_pb2.WorkerKind, int]:
@@ -57,6 +59,7 @@ class Answers(Run):
         await interrupting(self._publish_first(publication))
         sampler = Sampler(
             workers,
+            run_id=self._service.run_id,
             run_seed=self._service.seed,
             stop_token_ids=inputs.text.stop_token_ids,
             calls_per_worker=calls,

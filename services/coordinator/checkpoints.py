@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.learner.v1 import learner_pb2
 
-from services.common.errors import AntiphonError, Conflict
+from services.common.errors import AntiphonError, Conflict, Unavailable
 from services.coordinator.clients import LearnerClient
 from services.coordinator.config import CheckpointConfig
 from services.coordinator.events import EventLog
@@ -48,9 +48,14 @@ class Checkpoints:
         self.scores = dict(scores or {})
         """Policy version to its score on held-out prompts."""
 
-    async def after_step(self, step: int, learner: LearnerClient) -> None:
+    async def after_step(self, step: int, find_learner: Callable[[], LearnerClient]) -> None:
         """Saves when this Step is one to save after. What goes wrong is told: the run loses nothing by it."""
         if self._config.every and step % self._config.every == 0:
+            try:
+                learner = find_learner()
+            except Unavailable as error:  # the next checkpoint is its own
+                self._events.notice("warning", f"no checkpoint of step {step}: {error}")
+                return
             await self.save(step, learner, self._config.seconds)
 
     async def save(self, step: int, learner: LearnerClient, seconds: float) -> None:

@@ -296,7 +296,9 @@ class CheckpointConfig(Config):
     """What a run can be taken up from without replaying all of it. In <run folder>/checkpoints."""
 
     every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: none but at a stop")
-    at_stop: bool = Field(default=True, description="one when the run is stopped, if it is written in stop_seconds")
+    at_stop: bool = Field(
+        default=True, description="one when the run is stopped, if it is written in time (stop_seconds)"
+    )
     keep_last: int = Field(default=2, ge=1, description="newest that are kept")
     keep_best: int = Field(default=1, ge=0, description="best by mean held-out score that are kept beside them")
     seconds: float = Field(default=600.0, gt=0.0, description="for one to be written, or loaded")
@@ -365,7 +367,21 @@ class CoordinatorConfig(Config):
     train_seconds: float = Field(default=3600.0, gt=0.0)
     evaluate_seconds: float = Field(default=3600.0, gt=0.0)
     export_seconds: float = Field(default=600.0, gt=0.0)
-    stop_seconds: float = Field(default=10.0, gt=0.0, description="a stop waits so long for a Step or publication")
+    replacement_seconds: float = Field(
+        default=600.0,
+        ge=0.0,
+        description="a service that died is waited for so long; 0: not at all, what it did fails",
+    )
+    stop_seconds: float = Field(
+        default=8.0,
+        gt=0.0,
+        description="a stop waits so long for a Step or publication, and as long again for checkpoint and export",
+    )
+
+    @property
+    def stop_bound_seconds(self) -> float:
+        """From the wish to stop to RunEnded."""
+        return 2 * self.stop_seconds
 
     @property
     def trajectories_per_step(self) -> int:

@@ -16,7 +16,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from antiphon.learner.v1 import learner_pb2
@@ -80,13 +80,20 @@ class Ledger:
         """A new ledger. Raises ConfigError when there is one."""
         cls.refuse_existing(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        connection = connect(path)
-        connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA}\nCOMMIT;")
-        with _transaction(connection):
-            connection.execute("INSERT INTO run VALUES (1, ?, ?, ?, ?)", (SCHEMA_VERSION, run_id, seed, time.time()))
+        # Made aside: a ledger that is there has its tables and says whose it is, whatever was killed meanwhile.
+        aside = path.with_name(f"{path.name}.new")
+        for left in path.parent.glob(f"{aside.name}*"):
+            left.unlink()
+        os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        with contextlib.closing(connect(aside)) as connection:
+            connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA}\nCOMMIT;")
+            with _transaction(connection):
+                connection.execute(
+                    "INSERT INTO run VALUES (1, ?, ?, ?, ?)", (SCHEMA_VERSION, run_id, seed, time.time())
+                )
+        aside.rename(path)
         _sync_folder(path.parent)
-        return cls(connection, path)
+        return cls(connect(path), path)
 
     @classmethod
     def open(cls, path: Path) -> Ledger:
@@ -226,6 +233,16 @@ class Ledger:
                 rows = db.execute("SELECT message FROM batch_rows WHERE step = ? ORDER BY position", (step,))
                 messages = [learner_pb2.TrainTrajectory.FromString(blob) for (blob,) in rows]
             return learner_pb2.StepHeader.FromString(found[0]), messages
+
+        return await asyncio.to_thread(read)
+
+    async def read_results(self, steps: Collection[int]) -> list[learner_pb2.StepResult]:
+        """What the learner said of those of these Steps that it applied."""
+
+        def read() -> list[learner_pb2.StepResult]:
+            with contextlib.closing(connect(self.path)) as db:
+                rows = db.execute("SELECT step, result FROM steps ORDER BY step").fetchall()
+            return [learner_pb2.StepResult.FromString(blob) for step, blob in rows if step in steps]
 
         return await asyncio.to_thread(read)
 

@@ -24,7 +24,8 @@
 
 COLLECT, TRAIN and PUBLISH are one task, step after step; ADMIT and the episodes run beside it. Under `sync` ADMIT finds
 the door closed until PUBLISH (and an evaluation that is due) is over, so phases follow one another. A stop cancels
-ADMIT, episodes and COLLECT at once, and waits for TRAIN and PUBLISH. The first error of any task ends the loop.
+ADMIT, episodes and COLLECT at once, and waits for TRAIN and PUBLISH. A service that dies is waited for where it is
+needed (services/coordinator/recovery.py); the first other error of any task ends the loop.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from services.coordinator.identity import PromptKey
 from services.coordinator.ledger import Ledger
 from services.coordinator.metrics import MetricsFile, batch_metrics, filter_metrics, step_metrics
 from services.coordinator.publication import Publication, Published
+from services.coordinator.recovery import Recovery
 from services.coordinator.reference import Reference
 from services.coordinator.resuming import StoredGroup
 from services.coordinator.sampling import Sampler
@@ -81,6 +83,7 @@ class Loop:
         keeps: Keeps | None,
         workers: Workers,
         publication: Publication,
+        recovery: Recovery,
         ledger: Ledger,
         metrics: MetricsFile,
         events: EventLog,
@@ -104,6 +107,7 @@ class Loop:
         self._keeps = keeps
         self._workers = workers
         self._publication = publication
+        self._recovery = recovery
         self._ledger = ledger
         self._metrics = metrics
         self._events = events
@@ -129,6 +133,8 @@ class Loop:
 
     async def run(self) -> None:
         """All Steps. Raises Stopped when the run is to stop, else the first error of any stage."""
+        if self.steps_done == self._config.steps:
+            return
         try:
             self._start(self._admit())
             for step in range(self.steps_done + 1, self._config.steps + 1):
@@ -177,11 +183,12 @@ class Loop:
     # TRAIN and PUBLISH
 
     async def _train_and_publish(self, step: int, share: Share) -> dict[str, float]:
-        metrics = await self._train(step, share)
-        if self._schedule.publishes_after(step):
-            started = time.monotonic()
-            published = await self._publish(step)
-            metrics |= _publication_metrics(published) | {"time/publish": time.monotonic() - started}
+        async with self._recovery.turn:
+            metrics = await self._train(step, share)
+            if self._schedule.publishes_after(step):
+                started = time.monotonic()
+                published = await self._publish(step)
+                metrics |= _publication_metrics(published) | {"time/publish": time.monotonic() - started}
         if self._config.algorithm.control != "none":
             metrics[f"control/{self._config.algorithm.control}"] = 1.0
         return metrics
@@ -206,12 +213,11 @@ class Loop:
         )
         await self._ledger.record_batch(batch, prompts_wanted=config.prompts_per_step, next_admission=share.end)
         built = time.monotonic()
-        learner = self._workers.learner()
-        what = f"step {step} on {len(batch.trajectories)} trajectories at {learner.worker_id}"
+        learner = self._workers.learner().worker_id
+        what = f"step {step} on {len(batch.trajectories)} trajectories at {learner}"
         self._events.enter(events_pb2.RUN_PHASE_TRAIN, step, f"{what}, {config.train_seconds:.0f} s at most")
-        async with within(config.train_seconds, what):
-            result = await learner.train_step(batch.header, batch.trajectories, config.train_seconds, self._on_progress)
-        self._check_result(batch, result, learner.worker_id)
+        result = await self._recovery.through(what, lambda: self._apply(batch, what))
+        self._check_result(batch, result, learner)
         await self._ledger.record_step(result)
         self.policy = result.policy
         self.steps_done = step
@@ -224,6 +230,13 @@ class Loop:
         numbers = batch_metrics(share.groups, batch) | step_metrics(result) | times
         return numbers if self._keeps is None else numbers | filter_metrics(share.groups, share.kept)
 
+    async def _apply(self, batch: Batch, what: str) -> learner_pb2.StepResult:
+        """The learner's answer. One that was started again was sent this Batch before, and remembers it."""
+        seconds = self._config.train_seconds
+        learner = await self._recovery.learner()
+        async with within(seconds, what):
+            return await learner.train_step(batch.header, batch.trajectories, seconds, self._on_progress)
+
     async def _publish(self, step: int) -> Published:
         engines = ", ".join(client.worker_id for client in self._workers.rollouts())
         seconds = self._config.publication.deadline_seconds
@@ -232,7 +245,10 @@ class Loop:
             step,
             f"version {self.policy.version} to {engines}, {seconds:.0f} s at most a try",
         )
-        published = await self._publication.publish(self.policy.version, self._on_progress)
+        version = self.policy.version
+        published = await self._recovery.through(
+            f"publication of version {version}", lambda: self._publication.publish(version, self._on_progress)
+        )
         self.policy = published.policy
         return published
 

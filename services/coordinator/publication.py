@@ -5,7 +5,8 @@
     → engines GetState: the version and digest that the learner said
 
 An engine is in routing only after the last line. Any failure makes a new epoch over the engines that are alive, and the
-same version is tried once more. Where GPUs are shared every publication has an epoch of its own: what a group holds of
+same version is tried once more. An engine that comes up beside others gets the version that they serve in an epoch of
+its own; they go on. Where GPUs are shared every publication has an epoch of its own: what a group holds of
 them is left when either side sleeps.
 """
 
@@ -28,7 +29,7 @@ from services.common.errors import AntiphonError, Conflict, InvalidRequest, Unav
 from services.coordinator.clients import LearnerClient, OnProgress, RolloutClient
 from services.coordinator.config import PublicationConfig
 from services.coordinator.waits import together
-from services.coordinator.workers import Workers, life_of
+from services.coordinator.workers import Life, Workers, life_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +81,12 @@ class Publication:
         *,
         after_epoch: int = 0,
         on_epoch: Callable[[int], Awaitable[None]] | None = None,
+        find_learner: Callable[[], Awaitable[LearnerClient]] | None = None,
     ) -> None:
         """Epochs begin after `after_epoch`: workers refuse those that are not above what they have seen.
 
-        `on_epoch` is told each before any worker is.
+        `on_epoch` is told each before any worker is. `find_learner` answers the learner, holding the policy of the run;
+        default: the one that is there.
         """
         self._workers = workers
         self._config = config
@@ -91,13 +94,43 @@ class Publication:
         self._on_retry = on_retry
         self._epoch = after_epoch
         self._on_epoch = on_epoch
-        # Engines of the epoch that is joined; empty where none is.
-        self._members: list[tuple[str, str]] = []
+        self._find_learner = find_learner
+        # The learner and the engines of the epoch that is joined; empty where none is.
+        self._members: list[Life] = []
+        self.published: policy_pb2.Policy | None = None
+        """What the engines in routing serve."""
+
+    async def adopt(self, policy: policy_pb2.Policy) -> list[RolloutClient]:
+        """Puts the engines into routing that serve this very policy already, by digest; answers the others.
+
+        For a coordinator that was started again. Without a digest, which a publication makes, nobody is.
+        """
+        engines = self._workers.rollouts()
+        states = await asyncio.gather(*(engine.state() for engine in engines), return_exceptions=True)
+        wanted = (policy.version, policy.digest)
+        serving = [
+            engine
+            for engine, state in zip(engines, states, strict=True)
+            if policy.digest
+            and not isinstance(state, BaseException)
+            and state.state == tenant_pb2.WORKER_STATE_READY
+            and (state.policy.version, state.policy.digest) == wanted
+        ]
+        self._workers.serve(serving)
+        if serving:
+            self.published = policy
+        return [engine for engine in engines if engine not in serving]
 
     async def publish(
-        self, version: int, on_progress: OnProgress | None = None, tokens: Tokens | None = None
+        self,
+        version: int,
+        on_progress: OnProgress | None = None,
+        tokens: Tokens | None = None,
+        *,
+        only: Sequence[RolloutClient] | None = None,
     ) -> Published:
-        """Brings every engine that is alive to this version, the learner's current one.
+        """Brings every engine that is alive to this version, the learner's current one; or `only` these, beside others
+        that serve it already.
 
         `tokens` is for workers that share their GPUs: weights of both sides are awake under them.
 
@@ -106,10 +139,12 @@ class Publication:
         first: AntiphonError | None = None
         for _ in range(TRIES):
             try:
-                engines = await self._engines(answering=first is not None)
+                engines = only or await self._engines(answering=first is not None)
                 if not engines:
                     raise first or Unavailable("publication: no rollout worker is alive")
-                return await self._try(engines, version, on_progress, tokens or {})
+                published = await self._try(engines, version, on_progress, tokens or {})
+                self.published = published.policy
+                return published
             except Unmatched:
                 raise
             except AntiphonError as error:
@@ -138,9 +173,9 @@ class Publication:
     async def _try(
         self, engines: Sequence[RolloutClient], version: int, on_progress: OnProgress | None, tokens: Tokens
     ) -> Published:
-        learner = self._workers.learner()
+        learner = await self._find_learner() if self._find_learner else self._workers.learner()
         self._workers.routing -= {life_of(engine) for engine in engines}
-        if tokens or self._members != [life_of(engine) for engine in engines]:
+        if tokens or self._members != [life_of(client) for client in (learner, *engines)]:
             await self._join(learner, engines, tokens)
         seconds = self._config.deadline_seconds
         bound = seconds + CALL_MARGIN_SECONDS
@@ -160,7 +195,7 @@ class Publication:
             )
         commits = await together([self._commit(engine, result, tokens) for engine in engines])
         await together([_verify(engine, result.policy) for engine in engines])
-        self._workers.routing |= {life_of(engine) for engine in engines}
+        self._workers.serve(engines)
         return Published(
             policy=result.policy,
             engines=len(engines),
@@ -209,7 +244,7 @@ class Publication:
             for engine, first in zip(engines, firsts, strict=False)
         ]
         _refuse_unmatched(engines, await together(joins))
-        self._members = [life_of(engine) for engine in engines]
+        self._members = [life_of(client) for client in (learner, *engines)]
 
     def _begin(self, engine: RolloutClient, version: int, tokens: Tokens) -> Coroutine[Any, Any, None]:
         seconds = self._config.deadline_seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from services.common.client import retried
 from services.common.errors import ConfigError, Conflict, Unavailable
 from services.coordinator.groups import Group
 from services.coordinator.identity import TrajectoryKey
@@ -78,4 +79,5 @@ class Reference:
             finally:
                 worker.in_flight -= 1
 
-        return await few_tries(attempt)
+        seconds = self._workers.replacement_seconds  # a worker that died comes back, and loads the model first
+        return await (retried(attempt, deadline_seconds=seconds) if seconds else few_tries(attempt))

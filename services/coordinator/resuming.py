@@ -187,37 +187,22 @@ async def catch_up(
     train_seconds: float,
     tell: Tell,
     on_progress: OnProgress,
-) -> tuple[policy_pb2.Policy, list[learner_pb2.StepResult]]:
-    """Brings the learner to the last stored Batch; the policy that it has then, and the results of what it replayed.
+) -> policy_pb2.Policy:
+    """Brings the learner to the last stored Batch; the policy that it has then. Every Step is in the ledger then.
 
-    A checkpoint that is missing or broken is named, and an older one is taken; before all of them there is version 0,
-    which the learner holds. Raises Conflict when the learner applies something else than what it is sent.
+    What it holds of this run already it keeps: a coordinator that was started again finds it so. Raises Conflict when
+    the learner holds, or applies, something else than what it is sent.
     """
-    policy = policy_pb2.Policy()
-    for checkpoint in reversed(stored.checkpoints):
-        request = learner_pb2.LoadRequest(
-            request_id=new_request_id(), path=str(checkpoint.path), digest=checkpoint.digest
+    held = (await learner.state()).policy
+    if held.version > stored.batches:
+        raise Conflict(
+            f"{learner.worker_id}: expected at most version {stored.batches}, that of the last stored Batch; it holds "
+            f"version {held.version}"
         )
-        try:
-            async with within(load_seconds, f"{learner.worker_id} to load {checkpoint.path}"):
-                loaded = await learner.load(request, load_seconds, on_progress)
-        except (NotFound, InvalidRequest, Conflict) as error:
-            tell("warning", f"the checkpoint of step {checkpoint.step} is not used: {error}")
-            continue
-        if loaded.policy.version != checkpoint.step:
-            raise Conflict(
-                f"{learner.worker_id}: expected version {checkpoint.step} from {checkpoint.path}, it holds "
-                f"{loaded.policy.version}"
-            )
-        policy = loaded.policy
-        tell("info", f"the learner goes on from the checkpoint of step {checkpoint.step}, {checkpoint.path}")
-        for part in loaded.parts:
-            if not part.restored:
-                tell("warning", f"the checkpoint's {part.name} begins anew: {part.detail}")
-        break
-    results = []
-    first = policy.version + 1
-    for step in range(first, stored.batches + 1):
+    policy = await _load_newest(stored, learner, held, seconds=load_seconds, tell=tell, on_progress=on_progress)
+    begun = policy.version
+    # A Step whose answer nobody heard is sent again: the learner remembers it.
+    for step in range(min(begun, stored.steps_applied) + 1, stored.batches + 1):
         header, rows = await ledger.read_batch(step)
         if digest_messages(rows) != header.batch_digest:
             raise Conflict(f"{ledger.path}: the Batch of step {step} is not what its digest says; it was changed")
@@ -230,7 +215,48 @@ async def catch_up(
         if step > stored.steps_applied:
             await ledger.record_step(result)
         policy = result.policy
-        results.append(result)
-    if results:
-        tell("info", f"steps {first} to {stored.batches} were replayed from the ledger; nothing was generated for them")
-    return policy, results
+    if stored.batches > begun:
+        replayed = f"steps {begun + 1} to {stored.batches} were replayed from the ledger"
+        tell("info", f"{replayed}; nothing was generated for them")
+    return policy
+
+
+async def _load_newest(
+    stored: Stored,
+    learner: LearnerClient,
+    held: policy_pb2.Policy,
+    *,
+    seconds: float,
+    tell: Tell,
+    on_progress: OnProgress,
+) -> policy_pb2.Policy:
+    """The policy of the newest checkpoint that is newer than what the learner holds, loaded; else what it holds.
+
+    One that is missing or broken is named, and an older one is taken; before all of them there is version 0, which a
+    new learner holds.
+    """
+    for checkpoint in reversed(stored.checkpoints):
+        if checkpoint.step <= held.version:
+            break
+        request = learner_pb2.LoadRequest(
+            request_id=new_request_id(), path=str(checkpoint.path), digest=checkpoint.digest
+        )
+        try:
+            async with within(seconds, f"{learner.worker_id} to load {checkpoint.path}"):
+                loaded = await learner.load(request, seconds, on_progress)
+        except (NotFound, InvalidRequest, Conflict) as error:
+            tell("warning", f"the checkpoint of step {checkpoint.step} is not used: {error}")
+            continue
+        if loaded.policy.version != checkpoint.step:
+            raise Conflict(
+                f"{learner.worker_id}: expected version {checkpoint.step} from {checkpoint.path}, it holds "
+                f"{loaded.policy.version}"
+            )
+        tell("info", f"the learner goes on from the checkpoint of step {checkpoint.step}, {checkpoint.path}")
+        for part in loaded.parts:
+            if not part.restored:
+                tell("warning", f"the checkpoint's {part.name} begins anew: {part.detail}")
+        return loaded.policy
+    if held.version:
+        tell("info", f"{learner.worker_id} holds version {held.version} of this run already")
+    return held

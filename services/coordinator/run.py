@@ -3,7 +3,8 @@
     START ▶ PUBLISH ▶ CHECK ▶ EVALUATE ▶ (GENERATE ▶ SCORE ▶ TRAIN ▶ PUBLISH)* ▶ EVALUATE ▶ EXPORT ▶ ENDED
 
 A stop or an error leaves this line where it is and goes to EXPORT (if a Step was applied) and ENDED; a stop writes a
-checkpoint before. Where the run's ledger is there already, START takes it up (services/coordinator/resuming.py).
+checkpoint before. Where the run's ledger is there already, START takes it up (services/coordinator/resuming.py), with
+the services as they are: what they hold already is neither loaded nor published again.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from antiphon.coordinator.v1 import coordinator_pb2
 from antiphon.events.v1 import events_pb2
-from antiphon.learner.v1 import learner_pb2
 from antiphon.tenant.v1 import tenant_pb2
 from antiphon.types.v1 import policy_pb2
 
 from services.common.announcements import Registry
-from services.common.client import new_request_id
+from services.common.client import retried
 from services.common.config import ProcessConfig
 from services.common.errors import AntiphonError, ConfigError, Conflict
 from services.coordinator import selfcheck
@@ -32,15 +32,17 @@ from services.coordinator.checkpoints import Checkpoints
 from services.coordinator.clients import LearnerClient, RolloutClient
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.data import Order
+from services.coordinator.ending import Ending
 from services.coordinator.evaluation import Evaluation
 from services.coordinator.events import EventLog
 from services.coordinator.inputs import Inputs, check_lengths, read_inputs, tell_surprises
 from services.coordinator.ledger import Ledger
 from services.coordinator.loop import Loop
 from services.coordinator.metrics import MetricsFile, step_metrics
-from services.coordinator.publication import Publication
+from services.coordinator.publication import Publication, Published
+from services.coordinator.recovery import Recovery
 from services.coordinator.reference import Reference
-from services.coordinator.resuming import Stored, catch_up, read_stored, require_same_data
+from services.coordinator.resuming import Stored, read_stored, require_same_data
 from services.coordinator.sampling import Sampler
 from services.coordinator.schedule import SCHEDULES
 from services.coordinator.scoring import Scorer
@@ -55,8 +57,8 @@ logger = logging.getLogger(__name__)
 
 # For what the sinks of metrics were not told yet, at the end.
 LAST_LINES_SECONDS, LAST_LINES_AT_STOP_SECONDS = 20.0, 3.0
-# An export after an error is worth a try, not a wait.
-EXPORT_AFTER_FAILURE_SECONDS = 60.0
+
+Answer = TypeVar("Answer")
 
 
 class Run:
@@ -76,6 +78,8 @@ class Run:
         self._chat_template = ""
         self._stored: Stored | None = None
         self._checkpoints: Checkpoints | None = None
+        self._ending: Ending | None = None
+        self._helpers: list[asyncio.Task[None]] = []
         self._ledger: Ledger | None = None
         self._metrics: MetricsFile | None = None
         self._deliveries: list[Delivery] = []
@@ -105,28 +109,30 @@ class Run:
     @property
     def drain_seconds(self) -> float:
         """How long `drain` may take: the Step under way, a checkpoint and the export after it."""
-        return 2 * self._config.stop_seconds + min(self._config.export_seconds, EXPORT_AFTER_FAILURE_SECONDS)
+        return self._config.stop_bound_seconds + 1.0
 
     async def run(self, registry: Registry) -> bool:
         """Runs to the end and says how it went in RunEnded; false when it failed. Raises nothing of its own."""
-        helpers = [self._beside(registry.run()), self._beside(self.events.run_heartbeat())]
-        workers = Workers(registry, self._expected())
+        self._helpers += [self._beside(registry.run()), self._beside(self.events.run_heartbeat())]
+        workers = Workers(registry, self._expected(), self._config.replacement_seconds)
         outcome, reason, exported = "finished", self._whole(), ""
         try:
             try:
                 await self._from_start_to_last_step(workers)
-                exported = await self._export(workers, self._config.export_seconds)
+                if self._ending is not None and self._config.export and self._steps_done:
+                    exported = await self._ending.export(self._current_policy.version)
             except Stopped:
                 outcome, reason = "stopped", self._stop.reason
             except Exception as error:
                 outcome, reason = "failed", self._blame(error)
-            if outcome == "stopped":
-                await self._save_if_possible(workers)
-            if outcome != "finished":
-                exported = await self._export_if_possible(workers)
+            if self._ending is not None and self._steps_done and outcome != "finished":
+                if outcome == "stopped" and self._config.checkpoint.at_stop:
+                    await self._ending.save_if_possible(self._steps_done)
+                if self._config.export:
+                    exported = await self._ending.export_if_possible(self._current_policy.version)
         finally:
             await self._close(workers, LAST_LINES_SECONDS if outcome == "finished" else LAST_LINES_AT_STOP_SECONDS)
-            await cancelled(*helpers)
+            await cancelled(*self._helpers)
             self.events.end(outcome, reason, exported, self._current_policy)
             self._ended.set()
         return outcome != "failed"
@@ -146,13 +152,13 @@ class Run:
         scorer = Scorer(
             workers, inputs.text, tries=self._config.score_tries, calls_per_worker=self._config.calls_per_worker
         )
-        await interrupting(scorer.resolve(self._config.scorer))
-        reference = await interrupting(self._find_reference(workers, inputs.text))
+        await interrupting(self._patiently(lambda: scorer.resolve(self._config.scorer)))
+        reference = await interrupting(self._patiently(lambda: self._find_reference(workers, inputs.text)))
         order = Order(*inputs.training, seed=self._service.seed, shuffle=self._config.data.shuffle)
         stored, ledger = self._stored, self._open_ledger(order)
-        self._metrics = self._open_metrics()
-        if stored is not None:
-            await interrupting(self._catch_up(stored, workers.learner(), ledger, self._metrics))
+        metrics = self._metrics = self._open_metrics()
+        recovery = Recovery(workers, ledger, config=self._config, events=self.events, read_stored=self._read_stored)
+        await interrupting(self._catch_up(recovery, ledger, metrics))
         checkpoints = self._checkpoints = Checkpoints(
             self._config.checkpoint,
             folder=self._service.run_dir / "checkpoints",
@@ -162,6 +168,16 @@ class Run:
             known=stored.checkpoints if stored else (),
             scores=stored.scores if stored else None,
         )
+        self._ending = Ending(
+            self._service,
+            self._config,
+            events=self.events,
+            recovery=recovery,
+            checkpoints=checkpoints,
+            stop=self._stop,
+            began_with=self._resumed_step,
+            chat_template=self._chat_template,
+        )
         publication = Publication(
             workers,
             self._config.publication,
@@ -169,16 +185,22 @@ class Run:
             lambda text: self.events.notice("warning", text),
             after_epoch=stored.epoch if stored else 0,
             on_epoch=ledger.record_epoch,
+            find_learner=recovery.learner,
         )
-        await interrupting(self._publish_first(publication))
+        await interrupting(self._publish_first(publication, recovery))
+        if self._config.replacement_seconds:
+            self._helpers.append(self._beside(recovery.keep_engines(publication)))
         sampler = Sampler(
             workers,
+            run_id=self._service.run_id,
             run_seed=self._service.seed,
             stop_token_ids=inputs.text.stop_token_ids,
             calls_per_worker=self._config.calls_per_worker,
         )
-        await interrupting(self._check(workers, inputs.text, order, sampler))
-        await interrupting(self._warm_up(workers.learner(), inputs))
+        await interrupting(
+            recovery.through("self-check", lambda: self._check(workers, recovery, inputs.text, order, sampler))
+        )
+        await interrupting(recovery.through("warm-up", lambda: self._warm_up(recovery, inputs)))
         evaluations = self._make_evaluations(sampler, scorer, inputs)
         if self._evaluation_is_due(evaluations):
             await interrupting(self._evaluate(evaluations, self._resumed_step))
@@ -195,12 +217,13 @@ class Run:
             keeps=make_filter(self._config.filter),
             workers=workers,
             publication=publication,
+            recovery=recovery,
             ledger=ledger,
-            metrics=self._metrics,
+            metrics=metrics,
             events=self.events,
             stop=self._stop,
             evaluate=lambda step: self._evaluate(evaluations, step),
-            save=lambda step: checkpoints.after_step(step, workers.learner()),
+            save=lambda step: checkpoints.after_step(step, recovery.learner_at_hand),
             waiting=stored.waiting if stored else {},
             position=stored.next_admission if stored else 0,
         )
@@ -213,13 +236,7 @@ class Run:
     async def _read_inputs(self) -> Inputs:
         self.events.enter(events_pb2.RUN_PHASE_START, 0, "tokenizer and prompts to be read")
         if self._ledger_path.exists():
-            self._stored = await asyncio.to_thread(
-                read_stored,
-                self._ledger_path,
-                self._service.run_id,
-                self._service.seed,
-                self._config.prompts_per_step,
-            )
+            self._stored = await self._read_stored()
             if self._stored.batches > self._config.steps:
                 raise ConfigError(f"steps: {self._config.steps}, and {self._stored.batches} are trained already")
         inputs = await asyncio.to_thread(read_inputs, self._config, self._model)
@@ -227,6 +244,13 @@ class Run:
         self._chat_template = self._config.data.own_template() or ""
         tell_surprises(inputs, self._config, self.events.notice)
         return inputs
+
+    async def _read_stored(self) -> Stored:
+        """The ledger as it stands now."""
+        where, config = self._service, self._config
+        return await asyncio.to_thread(
+            read_stored, self._ledger_path, where.run_id, where.seed, config.prompts_per_step
+        )
 
     async def _wait_for_workers(self, workers: Workers, inputs: Inputs) -> None:
         config = self._config
@@ -242,16 +266,19 @@ class Run:
             self.events.progress(0, 0, f"waiting for {missing}")
 
         await workers.wait_until_up(config.start_seconds, tell)
+        states = await self._patiently(lambda: _states(workers))
         learner = workers.learner()
-        parties: list[RolloutClient | LearnerClient] = [*workers.rollouts(), learner]
-        answers = await asyncio.gather(*(party.state() for party in parties))
-        states = {party.worker_id: state for party, state in zip(parties, answers, strict=True)}
         version = states[learner.worker_id].policy.version
-        if version != 0:
+        if version != 0 and self._stored is None:
             raise Conflict(
                 f"{learner.worker_id}: expected the model the run starts from, version 0; it holds version {version}"
             )
         check_lengths(inputs, states)
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Repeats what a service that died did not answer, while it may be replaced."""
+        seconds = self._config.replacement_seconds
+        return await (retried(attempt, deadline_seconds=seconds) if seconds else attempt())
 
     def _open_ledger(self, order: Order) -> Ledger:
         """A new one, or the one of an earlier life of this run. Raises ConfigError where the data is not that of it."""
@@ -282,23 +309,17 @@ class Run:
         metrics.on_line = on_line
         return metrics
 
-    async def _catch_up(self, stored: Stored, learner: LearnerClient, ledger: Ledger, metrics: MetricsFile) -> None:
-        config = self._config
-        what = f"{learner.worker_id} to hold version {stored.batches} again"
-        self.events.enter(events_pb2.RUN_PHASE_START, stored.batches, what)
-        self._policy, replayed = await catch_up(
-            stored,
-            learner,
-            ledger,
-            load_seconds=config.checkpoint.seconds,
-            train_seconds=config.train_seconds,
-            tell=self.events.notice,
-            on_progress=lambda p: self.events.progress(p.done, p.of, p.phase),
-        )
+    async def _catch_up(self, recovery: Recovery, ledger: Ledger, metrics: MetricsFile) -> None:
+        """Brings the learner to where the ledger stands."""
+        if self._stored is not None:
+            step = self._stored.batches
+            self.events.enter(events_pb2.RUN_PHASE_START, step, f"the learner to hold version {step} again")
+        await recovery.through("taking up the run", recovery.learner)
+        self._policy = recovery.policy
         self._resumed_step = self._policy.version
-        for result in replayed:
-            if result.step_id not in metrics.steps:  # the run ended between the Step and its line
-                metrics.write(result.step_id, result.policy.version, step_metrics(result))
+        missing = set(range(1, self._resumed_step + 1)) - metrics.steps
+        for result in await ledger.read_results(missing):  # the run ended between the Step and its line
+            metrics.write(result.step_id, result.policy.version, step_metrics(result))
 
     async def _find_reference(self, workers: Workers, text: Text) -> Reference | None:
         """The reference model, where the objective reads one."""
@@ -311,17 +332,29 @@ class Run:
         )
         return reference
 
-    async def _publish_first(self, publication: Publication) -> None:
-        """Engines start STALE: the version that the run begins with reaches them as every other version does."""
+    async def _publish_first(self, publication: Publication, recovery: Recovery | None = None) -> None:
+        """Engines start STALE: the version that the run begins with reaches them as every other version does. Those of
+        an earlier life of this process may have it.
+        """
         version = self._policy.version
+        if not await publication.adopt(self._policy):
+            self.events.notice("info", f"every engine serves version {version} already")
+            return
         seconds = self._config.publication.deadline_seconds
         self.events.enter(
             events_pb2.RUN_PHASE_PUBLISH, version, f"version {version} to every engine, {seconds:.0f} s at most a try"
         )
-        published = await publication.publish(version, lambda p: self.events.progress(p.done, p.of, p.phase))
+
+        async def publish() -> Published:
+            return await publication.publish(version, lambda p: self.events.progress(p.done, p.of, p.phase))
+
+        if recovery is None:
+            published = await publish()
+        else:
+            published = await recovery.through(f"publication of version {version}", publish)
         self._policy = published.policy
 
-    async def _check(self, workers: Workers, text: Text, order: Order, sampler: Sampler) -> None:
+    async def _check(self, workers: Workers, recovery: Recovery, text: Text, order: Order, sampler: Sampler) -> None:
         config = self._config
         seconds = config.check_seconds
         self.events.enter(
@@ -329,14 +362,15 @@ class Run:
             self._resumed_step,
             f"token ids and log-probabilities to be compared, {seconds:.0f} s at most",
         )
-        learner = workers.learner()
+        learner = await recovery.learner()
         prompts = [order.at(n) for n in range(min(config.self_check.prompts, config.prompts_per_step))]
         async with within(seconds, "self-check"):
             compared = 0
+            engines = await workers.wait_serving(config.replacement_seconds)
             if text.has_template:
                 own = [prompt.messages for _, prompt in prompts if prompt.messages]
                 conversations = [*selfcheck.awkward_conversations(text), *own]
-                compared = await selfcheck.check_token_ids(text, workers.serving(), learner, conversations, seconds)
+                compared = await selfcheck.check_token_ids(text, engines, learner, conversations, seconds)
             agreement = await selfcheck.check_logprobs(
                 prompts,
                 sampler,
@@ -353,9 +387,10 @@ class Run:
             f"difference| {agreement.difference:.2g}, mean ratio {agreement.ratio:.4f}",
         )
 
-    async def _warm_up(self, learner: LearnerClient, inputs: Inputs) -> None:
+    async def _warm_up(self, recovery: Recovery, inputs: Inputs) -> None:
         if not self._config.warm_up:
             return
+        learner = await recovery.learner()
         seconds = self._config.check_seconds
         what = f"{learner.worker_id} to try a Step without effect on the longest rows"
         self.events.enter(events_pb2.RUN_PHASE_CHECK, self._resumed_step, f"{what}, {seconds:.0f} s at most")
@@ -367,7 +402,7 @@ class Run:
             )
         self.events.notice("info", told(result, len(rows[0].token_ids)))
 
-    # Evaluation and export
+    # Evaluation
 
     def _make_evaluations(self, sampler: Sampler, scorer: Scorer | None, inputs: Inputs) -> list[Evaluation]:
         """One for each data set of held-out prompts."""
@@ -433,48 +468,6 @@ class Run:
     def _tell_evaluated(self, result: events_pb2.Evaluated) -> None:
         self.events.evaluated(result)
 
-    async def _export(self, workers: Workers, seconds: float) -> str:
-        """The folder of the last policy; empty when no Step was applied or export is off."""
-        if not self._config.export or not self._steps_done:
-            return ""
-        path = (self._service.run_dir / "export" / f"policy-{self._current_policy.version}").resolve()
-        if path.exists() and self._steps_done == self._resumed_step:
-            return str(path)  # of an earlier life of this run, which ended here: it is there whole or not at all
-        path.parent.mkdir(parents=True, exist_ok=True)
-        learner = workers.learner()
-        what = f"{learner.worker_id} to write {path}"
-        self.events.enter(events_pb2.RUN_PHASE_EXPORT, self._steps_done, f"{what}, {seconds:.0f} s at most")
-        request = learner_pb2.ExportRequest(
-            request_id=new_request_id(), path=str(path), chat_template=self._chat_template
-        )
-        async with within(seconds, what):
-            written, policy = await learner.export(
-                request, seconds, lambda p: self.events.progress(p.done, p.of, p.phase)
-            )
-        if policy.version != self._current_policy.version:
-            raise Conflict(
-                f"{learner.worker_id}: expected to export version {self._current_policy.version}, it wrote "
-                f"{policy.version} to {written}"
-            )
-        return written
-
-    async def _export_if_possible(self, workers: Workers) -> str:
-        """After a stop or an error: what was trained is kept if the learner still answers."""
-        try:
-            return await self._export(workers, min(self._config.export_seconds, EXPORT_AFTER_FAILURE_SECONDS))
-        except Exception as error:
-            self.events.notice("error", f"the last policy was not exported: {error}")
-            return ""
-
-    async def _save_if_possible(self, workers: Workers) -> None:
-        """After a stop: what is not saved would be replayed. Bounded as the Step before it is."""
-        if self._checkpoints is None or not self._config.checkpoint.at_stop or not self._steps_done:
-            return
-        try:
-            await self._checkpoints.save(self._steps_done, workers.learner(), self._config.stop_seconds)
-        except Exception as error:
-            self.events.notice("error", f"no checkpoint of step {self._steps_done}: {error}")
-
     # The rest
 
     @property
@@ -517,3 +510,10 @@ class Run:
         if self._metrics is not None:
             self._metrics.close()
         await asyncio.to_thread(close_deliveries, self._deliveries, seconds)
+
+
+async def _states(workers: Workers) -> dict[str, tenant_pb2.GetStateResponse]:
+    """Of every engine and the learner, by worker id."""
+    parties: list[RolloutClient | LearnerClient] = [*workers.rollouts(), workers.learner()]
+    answers = await asyncio.gather(*(party.state() for party in parties))
+    return {party.worker_id: state for party, state in zip(parties, answers, strict=True)}

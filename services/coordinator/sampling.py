@@ -1,8 +1,13 @@
-"""Trajectories of one prompt from an engine that serves the wanted policy; elsewhere or again when one cannot."""
+"""Trajectories of one prompt from an engine that serves the wanted policy; elsewhere or again when one cannot.
+
+An engine that failed a prompt a few times gets no more of any until the policy was published to it again, or to its
+replacement; where no other is left, that is waited for.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 import random
 import time
@@ -19,7 +24,7 @@ from services.coordinator.data import Prompt
 from services.coordinator.identity import PromptKey
 from services.coordinator.trajectories import Trajectory
 from services.coordinator.waits import FIRST_PAUSE_SECONDS, TRIES
-from services.coordinator.workers import Workers, least_loaded
+from services.coordinator.workers import Life, Workers, least_loaded, life_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +36,11 @@ OnTrajectory = Callable[[Trajectory], None]
 class Sampler:
     """Asks engines for trajectories. At most `calls_per_worker` calls per engine are under way."""
 
-    def __init__(self, workers: Workers, *, run_seed: int, stop_token_ids: list[int], calls_per_worker: int) -> None:
+    def __init__(
+        self, workers: Workers, *, run_id: str, run_seed: int, stop_token_ids: list[int], calls_per_worker: int
+    ) -> None:
         self._workers = workers
+        self._run_id = run_id
         self._run_seed = run_seed
         self._stop_token_ids = stop_token_ids
         self._calls_per_worker = calls_per_worker
@@ -54,11 +62,13 @@ class Sampler:
         """Every trajectory of the prompt, by sample number, each checked and sampled by this policy version only.
 
         A retry carries the same request id. `keep` makes them durable once all are there; only then the engines that
-        were asked are told that they may forget them. Raises Unavailable when a few tries, elsewhere first, did not
-        help; Conflict when an engine serves another version; what `keep` raises.
+        were asked are told that they may forget them. Until then the id is the same after a restart of this process,
+        too: an engine that holds some of them delivers them again. Raises Unavailable when a few tries, elsewhere
+        first, did not help, and nobody came back who may; Conflict when an engine serves another version; what `keep`
+        raises.
         """
         request = rollout_pb2.GenerateRequest(
-            request_id=new_request_id(),
+            request_id=new_request_id() if keep is None else f"{self._run_id}/{key}/v{version}",
             prompt_id=key.message(),
             prompt_token_ids=prompt.token_ids,
             samples=samples,
@@ -79,13 +89,13 @@ class Sampler:
                     on_trajectory(trajectory)
 
         end = time.monotonic() + deadline_seconds
-        failed: set[str] = set()
-        asked: dict[str, RolloutClient] = {}
-        tries = 0
+        failures: collections.Counter[Life] = collections.Counter()
+        asked: dict[Life, RolloutClient] = {}
         while len(got) < samples:
-            pause = FIRST_PAUSE_SECONDS * 2**tries
-            engine = await self._free_engine(failed)
-            asked[engine.worker_id] = engine
+            pause = FIRST_PAUSE_SECONDS
+            engine = await self._free_engine({worker_id for worker_id, _ in failures}, end)
+            life = life_of(engine)
+            asked[life] = engine
             try:
                 await self._once(engine, request, end - time.monotonic(), take)
                 if len(got) < samples:
@@ -95,9 +105,9 @@ class Sampler:
                 if time.monotonic() + pause >= end:
                     raise
             except Unavailable:
-                failed.add(engine.worker_id)
-                tries += 1
-                if tries == TRIES:
+                pause = FIRST_PAUSE_SECONDS * 2 ** failures[life]
+                failures[life] += 1
+                if self._hopeless(failures, life):
                     raise
             finally:
                 engine.in_flight -= 1
@@ -110,15 +120,27 @@ class Sampler:
         await asyncio.gather(*(_acknowledge(engine, request.request_id) for engine in asked.values()))
         return [got[number] for number in sorted(got)]
 
-    async def _free_engine(self, avoid: set[str]) -> RolloutClient:
-        """The serving engine with the fewest calls, which is one more from now on; waits while all have their most."""
-        async with self._freed:
-            while True:
-                engine = least_loaded(self._workers.serving(), avoid)
-                if engine.in_flight < self._calls_per_worker:
-                    engine.in_flight += 1
-                    return engine
-                await self._freed.wait()
+    def _hopeless(self, failures: collections.Counter[Life], life: Life) -> bool:
+        """Whether there is nothing left to try after one more failure at this life of an engine."""
+        if not self._workers.replacement_seconds:
+            return failures.total() == TRIES
+        if failures[life] == TRIES:
+            self._workers.routing.discard(life)
+        return failures[life] > TRIES  # it was published to again, and is no better
+
+    async def _free_engine(self, avoid: set[str], end: float) -> RolloutClient:
+        """The serving engine with the fewest calls, which is one more from now on; waits while all have their most, and
+        where none serves for one that will.
+        """
+        while True:
+            async with self._freed:
+                while serving := self._workers.serving():
+                    engine = least_loaded(serving, avoid)
+                    if engine.in_flight < self._calls_per_worker:
+                        engine.in_flight += 1
+                        return engine
+                    await self._freed.wait()
+            await self._workers.wait_serving(min(self._workers.replacement_seconds, end - time.monotonic()))
 
     async def _once(
         self, engine: RolloutClient, request: rollout_pb2.GenerateRequest, seconds: float, take: OnTrajectory

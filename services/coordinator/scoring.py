@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
+import time
 from collections.abc import Sequence
 
 from antiphon.reward.v1 import reward_pb2
@@ -12,12 +14,15 @@ from antiphon.types.v1 import chat_pb2
 
 from services.common.errors import ConfigError, Conflict, Overloaded, Unavailable
 from services.coordinator import trajectories
+from services.coordinator.clients import RewardClient
 from services.coordinator.data import Prompt
 from services.coordinator.identity import PromptKey, TrajectoryKey
 from services.coordinator.text import Text
 from services.coordinator.trajectories import Trajectory
 from services.coordinator.waits import FIRST_PAUSE_SECONDS
-from services.coordinator.workers import Workers, least_loaded
+from services.coordinator.workers import REWARD, Workers, least_loaded, life_of
+
+logger = logging.getLogger(__name__)
 
 Answer = reward_pb2.ScoreResponse
 
@@ -50,7 +55,8 @@ class Scorer:
     async def score(self, prompt: Prompt, group: Sequence[Trajectory], deadline_seconds: float) -> list[Answer]:
         """An answer for each trajectory of the group, by sample number, all by one scorer version.
 
-        Where the machinery failed the group is sent again, elsewhere first; what still fails then stays a failure.
+        Where the machinery failed the group is sent again, elsewhere first; what still fails then stays a failure. A
+        worker that died is no failure: the group goes to another, or to its replacement, which is waited for.
         Raises NotFound or InvalidRequest when the reward service refuses the request itself.
         """
         requests = [
@@ -59,31 +65,54 @@ class Scorer:
         ]
         avoid: set[str] = set()
         best: dict[int, Answer] = {}
-        for number in range(self._tries):
-            if number:
-                await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (number - 1) * random.uniform(0.5, 1.0))
-            best = _better(best, await self._once(requests, group, avoid, deadline_seconds))
+        end = time.monotonic() + deadline_seconds
+        tries = 0
+        while True:
+            answers, silent = await self._once(requests, group, avoid, deadline_seconds)
+            best = _better(best, answers)
             if not any(map(_failed_by_machinery, best.values())):
                 break
+            try:
+                if silent is None or not await self._replaced(silent, end):
+                    tries += 1
+            except Unavailable as error:  # nobody came
+                logger.warning("%s", error)
+                break
+            if tries == self._tries or time.monotonic() >= end:
+                break
+            await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** max(tries - 1, 0) * random.uniform(0.5, 1.0))
         return [best[number] for number in sorted(best)]
+
+    async def _replaced(self, silent: RewardClient, end: float) -> bool:
+        """Whether the worker that did not answer is gone, and another, or another life of it, is there: waited for.
+
+        What it was sent then is no try of the scorer's. Raises Unavailable when nobody came.
+        """
+        seconds = min(self._workers.replacement_seconds, end - time.monotonic())
+        if seconds <= 0.0:
+            return False
+        answering = await self._workers.answering(REWARD, seconds)
+        return life_of(silent) not in {life_of(worker) for worker in answering}
 
     async def _once(
         self, requests: Sequence[reward_pb2.ScoreRequest], group: Sequence[Trajectory], avoid: set[str], seconds: float
-    ) -> dict[int, Answer]:
+    ) -> tuple[dict[int, Answer], RewardClient | None]:
+        """The answers of one worker, failures where it gave none; and the worker, if it could not be reached."""
+        silent: RewardClient | None = None
         async with self._slots:
+            worker = least_loaded(self._workers.rewards(), avoid)
+            worker.in_flight += 1
+            avoid.add(worker.worker_id)
             try:
-                worker = least_loaded(self._workers.rewards(), avoid)
-                worker.in_flight += 1
-                try:
-                    avoid.add(worker.worker_id)
-                    answers = await worker.score(requests, seconds)
-                finally:
-                    worker.in_flight -= 1
+                answers = await worker.score(requests, seconds)
                 cause = f"{worker.worker_id} ended the stream without an answer"
             except (Unavailable, Overloaded) as error:
                 answers, cause = [], str(error)
+                silent = worker if isinstance(error, Unavailable) else None
+            finally:
+                worker.in_flight -= 1
         by_sample = {answer.sample_number: self._checked(answer) for answer in answers}
-        return {t.sample_number: by_sample.get(t.sample_number) or self._unanswered(t, cause) for t in group}
+        return {t.sample_number: by_sample.get(t.sample_number) or self._unanswered(t, cause) for t in group}, silent
 
     def _checked(self, answer: Answer) -> Answer:
         """A score that is not finite, or no outcome at all, is a failure; it must not reach a mean.

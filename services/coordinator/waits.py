@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -64,6 +66,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._requested = asyncio.Event()
         self._error: Exception | None = None
+        self._requested_at = 0.0
         self.reason = ""
 
     @property
@@ -74,7 +77,12 @@ class StopSignal:
         """Idempotent: the first reason stays."""
         if not self.requested:
             self.reason = reason
+            self._requested_at = time.monotonic()
             self._requested.set()
+
+    def seconds_left(self, bound_seconds: float) -> float:
+        """Of so many since the wish came; endless while there is none."""
+        return bound_seconds - (time.monotonic() - self._requested_at) if self._requested_at else math.inf
 
     def fail(self, error: Exception) -> None:
         """Ends the run because something beside the loop failed: waits raise the error instead of Stopped."""

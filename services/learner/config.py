@@ -57,7 +57,7 @@ class LearnerConfig(Config):
         300.0, gt=0, description="ranks that work and say nothing for so long are taken for dead"
     )
     save_grace_seconds: float = pydantic.Field(
-        15.0, ge=0, description="a stop waits so long for a checkpoint that is being written"
+        5.0, ge=0, description="a stop waits so long for a checkpoint that is being written"
     )
     failed_linger_seconds: float = pydantic.Field(
         15.0, ge=0, description="after a rank is lost the service answers, with the cause, for so long; then it ends"

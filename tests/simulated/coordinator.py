@@ -38,6 +38,7 @@ def settings(folder: Path, **changes: Any) -> CoordinatorConfig:
         "self_check": {"prompts": 2},
         "publication": {"deadline_seconds": 10},
         "start_seconds": 15,
+        "replacement_seconds": 0,  # what dies stays dead, unless a test says otherwise
     }
     return parse(CoordinatorConfig, tree | changes, "test")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +110,8 @@ class Simulation:
     rewards: list[SimulatedReward]
     learner: SimulatedLearner
     announced: dict[str, Announced]
+    start: Callable[[str], Awaitable[None]]
+    """Another life of this worker, empty, in place of the one that `announced` and the fields above name."""
 
     @property
     def rollout(self) -> SimulatedRollout:
@@ -118,6 +120,10 @@ class Simulation:
     @property
     def reward(self) -> SimulatedReward:
         return self.rewards[0]
+
+    async def kill(self, worker_id: str) -> None:
+        """As kill -9: the server is gone, and its announcement stays until another life of it begins."""
+        await self.announced[worker_id].server.stop(0.0)
 
 
 @asynccontextmanager
@@ -134,32 +140,55 @@ async def simulated_services(
     tokenizer = make_tokenizer()
     encode = render_and_encode(tokenizer)
     letters = [tokenizer.token_to_id(c) for c in "abcdef0123456789"]
-    engines = [SimulatedRollout(f"rollout-{n}", encode, letters, tokenizer.token_to_id(EOS)) for n in range(rollouts)]
-    learner = SimulatedLearner("learner-0", encode)
-    scorers = [SimulatedReward(f"reward-{n}") for n in range(rewards)]
     announced: dict[str, Announced] = {}
 
     def announce(worker_id: str, kind: Any, state: Callable[[], Any]) -> Server:
         announced[worker_id] = Announced(bus, run_id, worker_id, kind, state)
         return announced[worker_id].server
 
-    for engine in engines:
+    def make_rollout(worker_id: str) -> SimulatedRollout:
+        engine = SimulatedRollout(worker_id, encode, letters, tokenizer.token_to_id(EOS))
         engine.state = rollout_state
-        server = announce(engine.worker_id, events_pb2.WORKER_KIND_ROLLOUT, lambda engine=engine: engine.state)
+        server = announce(worker_id, events_pb2.WORKER_KIND_ROLLOUT, lambda: engine.state)
         server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, engine, ROLLOUT)
         server.add(tenant_pb2_grpc.add_TenantServiceServicer_to_server, engine, TENANT)
-    server = announce("learner-0", events_pb2.WORKER_KIND_LEARNER, lambda: learner.state)
-    server.add(learner_pb2_grpc.add_LearnerServiceServicer_to_server, learner, LEARNER)
-    server.add(tenant_pb2_grpc.add_TenantServiceServicer_to_server, learner, TENANT)
-    for reward in scorers:
-        server = announce(reward.worker_id, events_pb2.WORKER_KIND_REWARD, lambda: tenant_pb2.WORKER_STATE_READY)
+        return engine
+
+    def make_learner() -> SimulatedLearner:
+        learner = SimulatedLearner("learner-0", encode)
+        server = announce("learner-0", events_pb2.WORKER_KIND_LEARNER, lambda: learner.state)
+        server.add(learner_pb2_grpc.add_LearnerServiceServicer_to_server, learner, LEARNER)
+        server.add(tenant_pb2_grpc.add_TenantServiceServicer_to_server, learner, TENANT)
+        return learner
+
+    def make_reward(worker_id: str) -> SimulatedReward:
+        reward = SimulatedReward(worker_id)
+        server = announce(worker_id, events_pb2.WORKER_KIND_REWARD, lambda: tenant_pb2.WORKER_STATE_READY)
         server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, reward, REWARD)
+        return reward
+
+    async def start(worker_id: str) -> None:
+        await announced[worker_id].fall_silent()
+        if worker_id.startswith("rollout-"):
+            simulation.rollouts[int(worker_id.removeprefix("rollout-"))] = make_rollout(worker_id)
+        elif worker_id == "learner-0":
+            simulation.learner = make_learner()
+        else:
+            simulation.rewards[int(worker_id.removeprefix("reward-"))] = make_reward(worker_id)
+        every.append(announced[worker_id])
+        await announced[worker_id].start()
+
+    engines = [make_rollout(f"rollout-{n}") for n in range(rollouts)]
+    learner = make_learner()
+    scorers = [make_reward(f"reward-{n}") for n in range(rewards)]
+    simulation = Simulation(engines, scorers, learner, announced, start)
+    every = list(announced.values())
     try:
-        for one in announced.values():
+        for one in every:
             await one.start()
-        yield Simulation(engines, scorers, learner, announced)
+        yield simulation
     finally:
-        for one in announced.values():
+        for one in every:
             await one.die()
         await bus.close()
 

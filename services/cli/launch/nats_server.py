@@ -1,4 +1,6 @@
-"""The embedded NATS server of a run: on loopback, on free ports, every write synced."""
+"""The embedded NATS server of a run: on loopback, every write synced; on free ports, and on the same ones again when it
+is started again.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ def find_binary() -> str:
     return found
 
 
-def write_config(folder: Path) -> Path:
-    """Writes the server's configuration into the folder, where it also keeps its store and says its ports."""
+def write_config(folder: Path, ports: tuple[int, int] = (-1, -1)) -> Path:
+    """Writes the server's configuration into the folder, where it also keeps its store and says its ports.
+
+    `ports` are those of clients and of the monitor; -1 is a free one.
+    """
     path = folder / "nats.conf"
     quoted = json.dumps(str(folder))
     path.write_text(
-        'listen: "127.0.0.1:-1"\n'
-        'http: "127.0.0.1:-1"\n'
+        f'listen: "127.0.0.1:{ports[0]}"\n'
+        f'http: "127.0.0.1:{ports[1]}"\n'
         f"ports_file_dir: {quoted}\n"
         f"jetstream {{ store_dir: {quoted}, sync_interval: always }}\n"
     )

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.launch import local, nats_server
-from services.cli.launch.local import Death
+from services.cli.launch import deaths, nats_server
+from services.cli.launch.deaths import Death
 from services.cli.manifest import write_manifest
 from services.cli.memory import MemorySampler, pss_mib
 from services.cli.recipe import read_recipe
@@ -95,7 +95,7 @@ def test_a_death_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
     text = Death("learner-0", -9, log).describe()
     assert text.startswith("learner-0 ended unexpectedly (killed by SIGKILL); the end of its log:\n  line 4981\n")
     assert text.endswith(f"  last \ufffd words\nall of it: {log}")
-    assert "cannot be read: No such file" in local.tail(tmp_path / "absent.log")
+    assert "cannot be read: No such file" in deaths.tail(tmp_path / "absent.log")
 
 
 def test_a_missing_nats_server_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ class Worker:
 class Workers:
     def __init__(self, *workers: Worker) -> None:
         self._workers = list(workers)
+        self.replacement_seconds = 5.0
 
     def rewards(self) -> list[Worker]:
         return self._workers

@@ -82,7 +82,7 @@ def batch(step: int, row: int) -> Batch:
         for number in range(2)
         if (row, number) != (1, 1)  # what failed is left out
     ]
-    return Batch(learner_pb2.StepHeader(step_id=step, batch_digest=bytes([step] * 32)), rows, {}, 0, 0)
+    return Batch(learner_pb2.StepHeader(step_id=step, batch_digest=bytes([step] * 32)), rows, {}, 0, 0, 0)
 
 
 def read(ledger: Ledger, **asked: Any) -> list[samples.Sample]:
