@@ -39,7 +39,7 @@ async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
     for row, scores in enumerate(([0.25, 1.0], [0.5, None])):
         await sample(made, row)
         await made.record_scores([answer(row, n, value) for n, value in enumerate(scores)], GroupState.COMPLETE)
-        await made.record_batch(batch(row + 1, row))
+        await made.record_batch(batch(row + 1, row), prompts_wanted=1, next_admission=row + 1)
     await sample(made, 2)
     yield made
     await made.close()
