@@ -34,6 +34,11 @@ def changed_files(manifest: dict[str, Any]) -> list[str]:
             found.append(f"{path}: it is gone; the run began with it")
         elif _sha256(path) != was["sha256"]:
             found.append(f"{path}: it was changed since the run began (SHA-256 {was['sha256'][:16]}… then)")
+    model = Path(manifest["recipe"]["model"]["path"])
+    for name, was in manifest["weights"].items():  # by size alone: a digest of all weights takes too long
+        there = (model / name).stat().st_size if (model / name).is_file() else None
+        if there != was["bytes"]:
+            found.append(f"{model / name}: {there or 'no'} bytes, the run began with {was['bytes']}")
     return found
 
 

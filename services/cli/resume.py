@@ -19,6 +19,7 @@ from services.cli.run_lock import locked
 from services.cli.run_processes import find_processes
 from services.cli.told import NoRun, RunAlive
 from services.cli.train import follow
+from services.common.config import parse
 from services.common.errors import ConfigError
 
 FIXED = (
@@ -35,8 +36,12 @@ FIXED = (
     "coordinator.algorithm",
     "coordinator.filter",
     "coordinator.scorer",
+    "learner.role",
+    "learner.optimizer",
 )
-"""Sections and keys that stay as the run began."""
+"""Sections and keys that stay as the run began: Steps that are replayed would make another policy."""
+MAY_CHANGE = ("coordinator.filter.most_extra_prompts", "coordinator.filter.when_exhausted")
+"""Inside of them: they say when to give up, not what is trained."""
 
 
 def resume(
@@ -78,7 +83,9 @@ def prepare(run_dir: Path, assignments: list[str]) -> tuple[Recipe, str]:
             f"{run_dir}: the run is finished, all {saved.coordinator.steps} Steps; for more of them say "
             f"coordinator.steps={2 * saved.coordinator.steps}, or another number above {saved.coordinator.steps}"
         )
-    found = [*_changed(saved, recipe), *changed_files(manifest), *problems(recipe, resuming=True), *lacks(recipe)]
+    # Not the recipe beside it, which may have been edited.
+    began = parse(Recipe, manifest["recipe"], str(run_dir / "manifest.json"))
+    found = [*_changed(began, recipe), *changed_files(manifest), *problems(recipe, resuming=True), *lacks(recipe)]
     if found:
         raise ConfigError("\n".join([f"{run_dir}: {len(found)} problem(s)", *(f"  {line}" for line in found)]))
     return recipe, run_id
@@ -88,7 +95,7 @@ def _manifest(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "manifest.json"
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
-        _ = manifest["run_id"], manifest["files"]
+        _ = manifest["run_id"], manifest["files"], manifest["recipe"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error!r}; without it the run has no id to go on under") from None
     return manifest
@@ -103,15 +110,19 @@ def _finished(run_dir: Path) -> bool:
         return False
 
 
-def _changed(saved: Recipe, recipe: Recipe) -> list[str]:
+def _changed(began: Recipe, recipe: Recipe) -> list[str]:
     """What may not change and does, by key."""
-    before, now = (dict(_leaves(one.model_dump(mode="json"))) for one in (saved, recipe))
+    before, now = (dict(_leaves(one.model_dump(mode="json"))) for one in (began, recipe))
     nothing = object()
     return [
         f"{key}: {now.get(key, 'not there')!r}, the run began with {before.get(key, 'not there')!r}; it stays so"
         for key in sorted({*before, *now})
-        if before.get(key, nothing) != now.get(key, nothing) and any(_within(key, fixed) for fixed in FIXED)
+        if before.get(key, nothing) != now.get(key, nothing) and _is_fixed(key)
     ]
+
+
+def _is_fixed(key: str) -> bool:
+    return any(_within(key, one) for one in FIXED) and not any(_within(key, one) for one in MAY_CHANGE)
 
 
 def _within(key: str, section: str) -> bool:

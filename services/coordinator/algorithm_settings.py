@@ -105,7 +105,18 @@ class TisCorrection(Config):
     cap: float = Field(default=2.0, gt=0.0)
 
 
-class IcepopCorrection(Config):
+class _Range(Config):
+    low: float
+    high: float
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> _Range:
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low} is not below high {self.high}: every token would be silenced")
+        return self
+
+
+class IcepopCorrection(_Range):
     """w where low <= w <= high, else the token is silenced."""
 
     type: Literal["icepop"]
@@ -120,7 +131,7 @@ class SeqTisCorrection(Config):
     cap: float = Field(default=2.0, gt=0.0)
 
 
-class SeqMaskCorrection(Config):
+class SeqMaskCorrection(_Range):
     """w where the geometric mean of w over the sequence is in [low, high], else the sequence is silenced."""
 
     type: Literal["seq_mask"]

@@ -137,9 +137,9 @@ class Collector:
         )
         if not share.kept or config.filter.when_exhausted == "fail":
             raise Unavailable(
-                f"{message}. filter {config.filter.type!r} allows {config.most_prompts_per_step} prompts a Step: take "
-                "prompts that are neither too easy nor too hard, more samples_per_prompt, a wider filter, or more "
-                "filter.most_extra_prompts"
+                f"{message}. filter {config.filter.type!r} allows {config.most_prompts_per_step} prompts a Step: "
+                "resume with more filter.most_extra_prompts, or begin a run with prompts that are neither too easy nor "
+                "too hard, more samples_per_prompt, or a wider filter"
             )
         self._events.notice("warning", f"{message}. The Step trains on these")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from antiphon.reward.v1 import reward_pb2
+from antiphon.types.v1 import trajectory_pb2
 
 from services.common.errors import Conflict, Internal
 from services.coordinator.data import Prompt
@@ -41,9 +42,17 @@ class Group:
     """Gathers what belongs to one prompt; by sample number, never by order of arrival."""
 
     def __init__(
-        self, key: PromptKey, prompt: Prompt, samples: int, keeps: Callable[[Sequence[float]], bool] | None = None
+        self,
+        key: PromptKey,
+        prompt: Prompt,
+        samples: int,
+        keeps: Callable[[Sequence[float]], bool] | None = None,
+        *,
+        masks_cut: bool = False,
     ) -> None:
-        """`keeps` says of the scores that take part whether the group is trained; without it every group is."""
+        """`keeps` says of the scores that take part whether the group is trained; without it every group is.
+        `masks_cut`: those of answers that were cut take no part.
+        """
         self.key = key
         self.prompt = prompt
         self.samples = samples
@@ -51,6 +60,7 @@ class Group:
         self.has_left = False
         """FAILED or FILTERED. Looked at for every group whenever a trajectory comes, so it is an attribute."""
         self._keeps = keeps
+        self._masks_cut = masks_cut
         self._trajectories: dict[int, Trajectory] = {}
         self._answers: dict[int, reward_pb2.ScoreResponse] = {}
 
@@ -104,7 +114,7 @@ class Group:
         self._answers = by_sample
         if not any(answer.WhichOneof("outcome") == "score" for answer in answers):
             self._move(GroupState.FAILED)
-        elif self._keeps is None or self._keeps(list(self.rewards().values())):
+        elif self._keeps is None or self._keeps(self._scores_that_take_part()):
             self._move(GroupState.COMPLETE)
         else:
             self._move(GroupState.FILTERED)
@@ -116,6 +126,16 @@ class Group:
             for sample, answer in sorted(self._answers.items())
             if answer.WhichOneof("outcome") == "score" and any(self._trajectories[sample].loss_mask)
         }
+
+    def _scores_that_take_part(self) -> list[float]:
+        """Truncation is decided before any statistic (docs/math.md, Filters), the filter's as well."""
+        return [
+            score
+            for key, score in self.rewards().items()
+            if not (
+                self._masks_cut and self._trajectories[key.sample].finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+            )
+        ]
 
     def _move(self, state: GroupState) -> None:
         if state not in _NEXT[self.state]:

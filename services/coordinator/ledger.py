@@ -190,14 +190,12 @@ class Ledger:
 
     async def record_step(self, result: learner_pb2.StepResult) -> None:
         """A Step that the learner applied."""
-        row = {
-            "step": result.step_id,
-            "policy_version": result.policy.version,
-            "result": result.SerializeToString(deterministic=True),
-        }
+        row = {"step": result.step_id, "policy_version": result.policy.version}
+        # A replay takes other seconds: the first answer stays.
+        told = {"result": result.SerializeToString(deterministic=True), "applied_at": time.time()}
 
         def write(db: sqlite3.Connection) -> None:
-            _insert(db, "steps", row, {"applied_at": time.time()})
+            _insert(db, "steps", row, told)
 
         await self._write(write)
 

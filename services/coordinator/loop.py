@@ -169,7 +169,8 @@ class Loop:
             )
             position, step = admissions.position, admissions.step
             key, prompt = self._order.at(position)
-            group = Group(key, prompt, self._config.samples_per_prompt, self._keeps)
+            masks_cut = self._config.algorithm.truncated == "mask"
+            group = Group(key, prompt, self._config.samples_per_prompt, self._keeps, masks_cut=masks_cut)
             if key in self._waiting:
                 self._waiting[key].restore(group, self._published)
             admissions.add(group)

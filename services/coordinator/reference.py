@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 
 from services.common.client import retried
 from services.common.errors import ConfigError, Conflict, Unavailable
+from services.coordinator.clients import RewardClient
 from services.coordinator.groups import Group
 from services.coordinator.identity import TrajectoryKey
 from services.coordinator.trajectories import key_of
-from services.coordinator.waits import few_tries
+from services.coordinator.waits import few_tries, together
 from services.coordinator.workers import Workers, least_loaded
 
 ROWS_PER_CALL = 64
 """A worker that dies costs so many rows, which are asked for again elsewhere."""
+CALLS_AT_ONCE = 16
+"""A worker takes 64 (services/reward/service.py)."""
 
 
 class Reference:
@@ -25,6 +29,8 @@ class Reference:
         self._workers = workers
         self._vocabulary_digest = vocabulary_digest
         self._temperature = temperature
+        self._digest: int | None = None
+        self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def check(self) -> str:
         """The path of the model. Raises ConfigError where a worker has none, or they have different ones."""
@@ -44,6 +50,7 @@ class Reference:
                 f"algorithm.kl: the reference model {info.path} has another vocabulary than the policy: its log-probs "
                 "of the policy's tokens would mean nothing; take a reference of the same family"
             )
+        self._digest = info.digest
         return info.path
 
     async def logprobs(
@@ -56,12 +63,14 @@ class Reference:
             for begin in range(0, len(rows), ROWS_PER_CALL)
         ]
         found: dict[str, list[float]] = {}
-        for answers in await asyncio.gather(*(self._part(part, deadline_seconds) for part in parts)):
+        for answers in await together([self._part(part, deadline_seconds) for part in parts]):
             found |= answers
         for row in rows:
-            if len(found[str(key_of(row))]) != len(row.token_ids):
+            logprobs = found[str(key_of(row))]
+            if len(logprobs) != len(row.token_ids) or not all(map(math.isfinite, logprobs)):
+                finite = sum(map(math.isfinite, logprobs))
                 raise Conflict(
-                    f"{key_of(row)}: {len(row.token_ids)} tokens, {len(found[str(key_of(row))])} reference log-probs"
+                    f"{key_of(row)}: {len(row.token_ids)} tokens, {len(logprobs)} reference log-probs, {finite} finite"
                 )
         return {key_of(row): found[str(key_of(row))] for row in rows}
 
@@ -73,6 +82,7 @@ class Reference:
             avoid.add(worker.worker_id)
             worker.in_flight += 1
             try:
+                await self._require_same_model(worker)
                 return await worker.reference_logprobs(
                     sequences, self._temperature, deadline_seconds, self._vocabulary_digest
                 )
@@ -80,4 +90,16 @@ class Reference:
                 worker.in_flight -= 1
 
         seconds = self._workers.replacement_seconds  # a worker that died comes back, and loads the model first
-        return await (retried(attempt, deadline_seconds=seconds) if seconds else few_tries(attempt))
+        async with self._slots:
+            return await (retried(attempt, deadline_seconds=seconds) if seconds else few_tries(attempt))
+
+    async def _require_same_model(self, worker: RewardClient) -> None:
+        """It may be another life of the worker, and its folder hold something else by now."""
+        info = await worker.reference_info()
+        if info is None:
+            raise Unavailable(f"{worker.worker_id}: its reference model is loading")
+        if info.digest != self._digest:
+            raise Conflict(
+                f"{worker.worker_id}: {info.path} has the digest {info.digest:016x}, the run began with a reference of "
+                f"{self._digest or 0:016x}; put those weights back"
+            )

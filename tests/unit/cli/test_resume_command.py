@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from services.cli.manifest import write_manifest
 from services.cli.recipe import read_recipe, save_recipe
@@ -61,6 +62,28 @@ def test_what_the_run_is_made_of_may_not_change_and_every_key_is_named(run_dir: 
         "run.seed: 8, the run began with 7",
     ):
         assert said in text
+
+
+def test_what_would_make_replayed_steps_another_policy_may_not_change(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.optimizer\.learning_rate: 0\.5, the run began with"):
+        prepare(run_dir, ["learner.optimizer.learning_rate=0.5"])
+
+
+def test_a_recipe_that_was_edited_is_held_against_what_the_run_began_with(run_dir: Path) -> None:
+    path = run_dir / "recipe.yaml"
+    tree = yaml.safe_load(path.read_text())
+    tree["coordinator"]["algorithm"]["entropy_coefficient"] = 0.25
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError, match=r"entropy_coefficient: 0\.25, the run began with 0\.0"):
+        prepare(run_dir, [])
+
+
+def test_weights_of_another_size_are_named(run_dir: Path) -> None:
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    manifest["weights"] = {"gone.safetensors": {"bytes": 9}}
+    (run_dir / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=r"gone\.safetensors: no bytes, the run began with 9"):
+        prepare(run_dir, [])
 
 
 def test_inputs_that_were_changed_since_are_named(run_dir: Path, tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def test_what_settings_make_the_learner_takes(algorithm: dict[str, Any], aggrega
         ({"truncated_penalty": 0.5}, "has no effect without truncated: penalise"),
         ({"advantage": {"type": "gpro"}}, "grpo"),
         ({"loss": {"type": "ppo", "dual_clip": 1.0}}, "greater than 1"),
+        ({"correction": {"type": "icepop", "low": 6.0}}, "low 6.0 is not below high 5.0"),
+        ({"correction": {"type": "seq_mask", "high": 0.5}}, "every token would be silenced"),
     ],
 )
 def test_what_does_not_go_together(algorithm: dict[str, Any], words: str) -> None:

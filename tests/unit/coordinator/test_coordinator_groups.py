@@ -265,6 +265,21 @@ def test_answers_that_were_cut_and_long_ones() -> None:
         build([every], truncated="mask")
 
 
+def test_a_filter_looks_at_what_takes_part() -> None:
+    """Scores 1, 1 and 0 of an answer that was cut: with truncated 'mask' nothing is left that differs."""
+
+    def state(masks_cut: bool) -> GroupState:
+        made = Group(PromptKey("train", 0, 0), group(0).prompt, SAMPLES, lambda s: max(s) > min(s), masks_cut=masks_cut)
+        for sample in range(SAMPLES):
+            made.add_trajectory(trajectory(made, sample))
+        made.trajectories[2].finish_reason = trajectory_pb2.FINISH_REASON_LENGTH
+        made.add_answers([answer(made, sample, value) for sample, value in enumerate((1.0, 1.0, 0.0))])
+        return made.state
+
+    assert state(False) is GroupState.COMPLETE
+    assert state(True) is GroupState.FILTERED
+
+
 def test_reference_log_probs_go_with_their_rows() -> None:
     groups = [finished(0, [1.0, 0.0, None]), finished(1, [1.0, 0.0, 2.0])]
     reference = {

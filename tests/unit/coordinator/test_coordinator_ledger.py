@@ -170,6 +170,18 @@ async def test_a_repeat_changes_nothing_and_other_content_is_a_conflict(ledger: 
         await ledger.record_batch(batch(1, [0], digest=1), **PLACE)
 
 
+async def test_a_step_that_was_replayed_keeps_its_first_answer(ledger: Ledger) -> None:
+    """A replay takes other seconds; that is no other Step."""
+    await fill(ledger, 0)
+    await ledger.record_batch(batch(1, [0]), **PLACE)
+    first = result(1)
+    first.seconds = 1.5
+    await ledger.record_step(first)
+    await ledger.record_step(result(1))
+    (found,) = await ledger.read_results({1})
+    assert found.seconds == 1.5
+
+
 async def test_what_has_no_ground_is_refused(ledger: Ledger) -> None:
     with pytest.raises(Conflict, match="FOREIGN KEY"):
         await ledger.record_trajectories(trajectories(5), GroupState.SAMPLED)

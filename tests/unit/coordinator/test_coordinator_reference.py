@@ -56,6 +56,12 @@ def reference(*workers: Worker) -> Reference:
     return Reference(Workers(*workers), VOCABULARY, temperature=0.7)  # type: ignore[arg-type]
 
 
+async def checked(*workers: Worker) -> Reference:
+    found = reference(*workers)
+    await found.check()
+    return found
+
+
 def groups(count: int, samples: int = 2) -> list[Group]:
     made = []
     for row in range(count):
@@ -73,7 +79,8 @@ async def test_every_row_once_though_a_worker_dies(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(under_test, "ROWS_PER_CALL", 3)
     first, second = Worker("reward-0"), Worker("reward-1")
     first.dies = True
-    found = await reference(first, second).logprobs(groups(4), 5.0)
+    asked = await checked(first, second)
+    found = await asked.logprobs(groups(4), 5.0)
     assert {key: list(row) for key, row in found.items()} == {
         TrajectoryKey(PromptKey("train", 0, row), sample): [-1.0, -2.0, -(10.0 * row + sample)]
         for row in range(4)
@@ -86,7 +93,29 @@ async def test_a_row_that_is_not_whole_is_no_answer() -> None:
     worker = Worker("reward-0")
     worker.short = 1
     with pytest.raises(Conflict, match="train/0/0/0: 3 tokens, 2 reference log-probs"):
-        await reference(worker).logprobs(groups(1), 5.0)
+        await (await checked(worker)).logprobs(groups(1), 5.0)
+
+
+async def test_a_number_that_is_none_is_no_answer() -> None:
+    worker = Worker("reward-0")
+    asked = await checked(worker)
+    rows = groups(1)
+    worker.reference_logprobs = _not_finite  # type: ignore[method-assign]
+    with pytest.raises(Conflict, match="train/0/0/0: 3 tokens, 3 reference log-probs, 2 finite"):
+        await asked.logprobs(rows, 5.0)
+
+
+async def _not_finite(sequences: dict[str, Any], *rest: object) -> dict[str, list[float]]:
+    return {name: [0.0, float("nan"), -1.0] for name in sequences}
+
+
+async def test_a_worker_that_comes_back_with_another_model_is_refused() -> None:
+    worker = Worker("reward-0")
+    asked = await checked(worker)
+    assert worker._info is not None
+    worker._info.digest = 8
+    with pytest.raises(Conflict, match=r"/models/m has the digest 0000000000000008, the run began with .*7; put"):
+        await asked.logprobs(groups(1), 5.0)
 
 
 async def test_workers_that_agree() -> None:
