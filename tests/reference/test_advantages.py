@@ -166,6 +166,9 @@ def plain_batch(kind: str, groups: list[list[float | None]], masks: list[list[li
             ]
             for rows, g in zip(found, masks, strict=True)
         ]
+    for rewards, rows in zip(groups, found, strict=True):
+        if kind != "reinforce" and len({r for r in rewards if r is not None}) < 2:
+            rows[:] = [[0.0] * len(row) for row in rows]  # rule 2: no spread, no signal, exactly 0
     return found
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from services.coordinator.algorithms import placement
 from services.coordinator.algorithms.advantages import Baseline
 from services.coordinator.algorithms.placement import Bools, Floats
@@ -48,16 +50,19 @@ class Estimator:
         `groups` are all rows by group, in an order that does not matter to the result.
         """
         rows: dict[Key, Floats] = {}
-        without_signal = 0
+        silent: list[Sequence[Key]] = []
         for keys in groups:
             estimate = self.baseline([rewards.get(key) for key in keys])
-            without_signal += not estimate.signal
+            if not estimate.signal:
+                silent.append(keys)
             for key, value in zip(keys, estimate.advantages_G, strict=True):
                 if key in rewards:
                     rows[key] = self._over_tokens(max(-CLIP, min(CLIP, value)), masks[key])
         if self.whitens:
             rows = dict(zip(rows, whiten(list(rows.values()), [masks[key] for key in rows]), strict=True))
-        return Advantages(rows, without_signal)
+            for key in (key for keys in silent for key in keys if key in rows):
+                rows[key] = np.zeros_like(rows[key])  # the mean of the others is no signal either
+        return Advantages(rows, len(silent))
 
     def _over_tokens(self, value: float, loss_mask_T: Bools) -> Floats:
         return placement.discounted_sums(placement.on_last_trainable(value, loss_mask_T), loss_mask_T, self.gamma)
