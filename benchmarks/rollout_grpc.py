@@ -189,7 +189,7 @@ def main() -> None:
     arguments.prompts = arguments.requests // arguments.samples
     arguments.vocabulary = SHAPES[arguments.shape]["vocab_size"]
     result = results.begin(
-        "rollout-grpc",
+        arguments.out.stem,
         {
             **{name: value for name, value in vars(arguments).items() if name != "out"},
             "prompt_tokens": PROMPT_TOKENS,
