@@ -28,6 +28,8 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # A first connection that is refused must not outlast the few tries of a call: gRPC's own pause is a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5_000),
 ]
 

@@ -102,7 +102,9 @@ async def test_a_worker_that_was_killed_is_another_life_and_nothing_of_the_old_o
     await until(lambda: len(launched.pids(0)) == 2)
     (pid,) = launched.launcher.owners()
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: len(launched.lives) == 2 and len(launched.pids(1)) == 2)
+    await until(
+        lambda: len(launched.lives) == 2 and len(launched.pids(1)) == 2 and len(launched.launcher.owners()) == 1
+    )
     assert launched.pids(0) == []
     assert launched.told == ["rollout-0 ended unexpectedly (killed by SIGKILL); started again in 0 s, restart 1 of 1"]
     (pid,) = launched.launcher.owners()
