@@ -17,7 +17,6 @@ import logging
 import os
 import secrets
 import shlex
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from services.cli.memory import MemorySampler
 from services.cli.preflight import lacks
 from services.cli.recipe import Recipe, next_name, problems, read_recipe, save_recipe
 from services.cli.run_lock import locked
+from services.cli.signals import Signals
 from services.cli.told import FAILED, OK, STOPPED, RunFailed, tell
 from services.cli.view import RunProgress, View, describe_evaluation, make_view
 from services.cli.watch import Watcher
@@ -115,42 +115,30 @@ class _Run:
         )
         self._watcher: Watcher | None = None
         self._memory = MemorySampler(self._run_id, self._owners, self._run_dir / "memory.jsonl")
-        self._signal: signal.Signals | None = None
-        self._first_signal = asyncio.Event()
-        self._second_signal = asyncio.Event()
+        self._signals = Signals()
 
     async def to_the_end(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal, number)
         beside = [asyncio.create_task(self._tick()), asyncio.create_task(self._memory.run())]
         following = asyncio.create_task(self._start_and_follow())
         dying = asyncio.create_task(self._launcher.first_death())
-        signalled = asyncio.create_task(self._first_signal.wait())
+        signalled = asyncio.create_task(self._signals.first.wait())
         try:
             await asyncio.wait({following, dying, signalled}, return_when=asyncio.FIRST_COMPLETED)
             closing = asyncio.create_task(self._close(following, dying))
-            killed = asyncio.create_task(self._second_signal.wait())
+            killed = asyncio.create_task(self._signals.second.wait())
             await asyncio.wait({closing, killed}, return_when=asyncio.FIRST_COMPLETED)
             if not closing.done():
                 self._view.line("killing everything now")
                 closing.cancel()
                 following.cancel()
                 await self._launcher.kill()
-                return FAILED if self._signal is None else 128 + self._signal
+                return FAILED if self._signals.number is None else self._signals.exit_code
             return closing.result()
         finally:
             for task in (*beside, following, dying, signalled):
                 task.cancel()
             await asyncio.gather(*beside, following, dying, signalled, return_exceptions=True)
             self._view.close()
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self._signal is None:
-            self._signal = signal.Signals(number)
-            self._first_signal.set()
-        else:
-            self._second_signal.set()
 
     async def _start_and_follow(self) -> None:
         """Everything that goes well: until RunEnded was seen."""
@@ -174,10 +162,10 @@ class _Run:
     async def _close(self, following: asyncio.Task[None], dying: asyncio.Task[Death]) -> int:
         """From the first thing that ended the run to the closing lines."""
         end = time.monotonic() + self._recipe.coordinator.stop_bound_seconds + MARGIN_SECONDS
-        if self._signal is not None:
-            self._view.line(f"{self._signal.name}: stopping after the work under way; once more kills at once")
-            await self._stop_run(following, self._signal.name, end)
-            code = 128 + self._signal
+        if (number := self._signals.number) is not None:
+            self._view.line(f"{number.name}: stopping after the work under way; once more kills at once")
+            await self._stop_run(following, number.name, end)
+            code = self._signals.exit_code
         elif following.done() and self._outcome == "finished":
             code = OK
         elif following.done() and self._outcome == "stopped":

@@ -99,10 +99,11 @@ def how_it_ended(code: int) -> str:
         return f"ended with exit code {code}"
     if -code == signal.SIGKILL:
         return "was killed by SIGKILL (by somebody, or by the kernel because memory ran out)"
-    return f"was ended by {_signal_name(-code)}"
+    return f"was ended by {signal_name(-code)}"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Like SIGTERM."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal between the first and the last has no name

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from pathlib import Path
+
+from services.common.processes import signal_name
 
 TAIL_LINES = 20
 TAIL_BYTES = 16_384
@@ -30,7 +31,7 @@ class Death:
 
 def describe_exit(code: int) -> str:
     """An exit code in words; a negative one is a signal."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
 
 
 def tail(log: Path) -> str:
