@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,12 @@ from antiphon.events.v1 import events_pb2
 from antiphon.reward.v1 import reward_pb2
 
 from tests.conftest import NatsServer
+from tests.run_ledger import ledger_rows
 from tests.simulated.coordinator import Live, OnEvent, Outcome, process_config, run_coordinator, settings
 from tests.simulated.services import Simulation, simulated_services
 
 STEPS, PROMPTS = 3, 2
 Score = Callable[[reward_pb2.Candidate], float | reward_pb2.ScoreFailure]
-
-
-@pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
 
 
 def odd_rows_differ(candidate: reward_pb2.Candidate) -> float:
@@ -57,8 +49,7 @@ class Story:
             return await run_coordinator(process_config(self.folder, self._nats, self._run_id, config), on_event)
 
     def ledger(self, query: str) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(f"file:{self.folder}/run/run.db?mode=ro", uri=True) as db:
-            return db.execute(query).fetchall()
+        return ledger_rows(self.folder / "run", query)
 
     @property
     def admitted(self) -> list[tuple[int, int, str]]:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import collections
-import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from antiphon.learner.v1 import learner_pb2
 
 from services.common.errors import Unavailable
 from tests.conftest import NatsServer
+from tests.run_ledger import ledger_rows
 from tests.simulated.coordinator import Outcome, process_config, run_coordinator, settings
 from tests.simulated.services import Simulation, simulated_services
 
 STEPS, PROMPTS, SAMPLES = 3, 4, 4
-
-
-@pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
 
 
 async def run(folder: Path, nats: NatsServer, replicas: int, prepare: Any = None) -> tuple[Outcome, Simulation]:
@@ -45,8 +35,7 @@ def folder_of(parent: Path, name: str) -> Path:
 
 
 def ledger(folder: Path, query: str) -> list[tuple[Any, ...]]:
-    with sqlite3.connect(f"file:{folder}/run/run.db?mode=ro", uri=True) as db:
-        return db.execute(query).fetchall()
+    return ledger_rows(folder / "run", query)
 
 
 def whole(folder: Path) -> list[list[tuple[Any, ...]]]:

@@ -6,9 +6,8 @@ The services are simulated: a kill takes the server away at once, another life o
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from antiphon.events.v1 import events_pb2
 from services.cli.watch import Watcher
 from services.common.config import dump
 from tests.conftest import NatsServer
+from tests.run_ledger import ledger_rows
 from tests.simulated.coordinator import Live, OnEvent, Outcome, process_config, run_coordinator, settings
 from tests.simulated.services import Simulation, simulated_services
 
@@ -25,14 +25,6 @@ STEPS, PROMPTS, SAMPLES = 3, 2, 4
 ROWS = STEPS * PROMPTS * SAMPLES
 DEAD_SECONDS = 0.2
 ANSWERING = {"steps": STEPS, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "evaluation": None}
-
-
-@pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
 
 
 class Story:
@@ -54,8 +46,7 @@ class Story:
             return await self.coordinate(on_event(self.simulation), **changes)
 
     def ledger(self, query: str) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(f"file:{self.folder}/run/run.db?mode=ro", uri=True) as db:
-            return db.execute(query).fetchall()
+        return ledger_rows(self.folder / "run", query)
 
     @property
     def digests(self) -> list[tuple[int, bytes]]:

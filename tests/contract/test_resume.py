@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,12 @@ from antiphon.reward.v1 import reward_pb2
 
 from services.common.errors import Unavailable
 from tests.conftest import NatsServer
+from tests.run_ledger import ledger_rows
 from tests.simulated.coordinator import Live, OnEvent, Outcome, process_config, run_coordinator, settings, write_rows
 from tests.simulated.services import Simulation, simulated_services
 
 STEPS, PROMPTS, SAMPLES = 5, 2, 4
 PER_STEP = {"steps": STEPS, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "evaluation": None}
-
-
-@pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
 
 
 class Story:
@@ -52,8 +43,7 @@ class Story:
             return await run_coordinator(process_config(self.folder, self._nats, self.run_id, config, seed), on_event)
 
     def ledger(self, query: str) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(f"file:{self.folder}/run/run.db?mode=ro", uri=True) as db:
-            return db.execute(query).fetchall()
+        return ledger_rows(self.folder / "run", query)
 
     @property
     def digests(self) -> list[tuple[int, bytes]]:

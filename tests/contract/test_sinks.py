@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,6 @@ from tests.conftest import NatsServer
 from tests.simulated.coordinator import process_config, run_coordinator, settings
 from tests.simulated.services import simulated_services
 from tests.simulated.sinks import SimulatedTrackio, SimulatedWandb
-
-
-@pytest.fixture(scope="module")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
 
 
 async def test_a_run_ends_as_it_would_without_its_sinks(

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import pytest
 import yaml
 
 from services.cli.run_processes import command_of, find_processes, kill_processes, parent_of
+from tests.run_ledger import ledger_rows
 from tests.tiny import models, task
 
 pytestmark = pytest.mark.slow
@@ -149,8 +149,7 @@ class Run:
         return [name for when, name in entered if when <= moment][-1]
 
     def ledger(self, query: str) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(f"file:{self.run_dir}/run.db?mode=ro", uri=True) as db:
-            return db.execute(query).fetchall()
+        return ledger_rows(self.run_dir, query)
 
     def acknowledged(self) -> set[str]:
         """Trajectories in the ledger now."""

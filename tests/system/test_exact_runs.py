@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.run_ledger import ledger_rows
 from tests.tiny import models, task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -81,8 +81,7 @@ class Run:
         self.folder = folder
 
     def ledger(self, query: str) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(f"file:{self.folder}/run.db?mode=ro", uri=True) as db:
-            return db.execute(query).fetchall()
+        return ledger_rows(self.folder, query)
 
     @property
     def batches(self) -> list[tuple[int, bytes]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,6 @@ import pytest
 from tests.conftest import NatsServer
 from tests.contract.coordinator.coordinator_setup import Setup
 from tests.simulated.services import simulated_services
-
-
-@pytest.fixture(scope="package")
-def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """One server for all tests of this folder; each run has an id of its own."""
-    server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture

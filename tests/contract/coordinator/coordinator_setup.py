@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from antiphon.reward.v1 import reward_pb2
 
 from services.coordinator.config import CoordinatorConfig
 from tests.conftest import NatsServer
+from tests.run_ledger import ledger_rows
 from tests.simulated.coordinator import Live, OnEvent, Outcome, process_config, run_coordinator, settings
 from tests.simulated.services import Simulation
 
@@ -44,8 +44,7 @@ class Setup:
         return await run_coordinator(process_config(self.folder, self.nats, self.run_id, config, seed), on_event)
 
     def ledger(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        with sqlite3.connect(f"file:{self.folder}/run/run.db?mode=ro", uri=True) as db:
-            return db.execute(query, values).fetchall()
+        return ledger_rows(self.folder / "run", query, *values)
 
 
 def digits(row: learner_pb2.TrainTrajectory) -> float:
