@@ -19,6 +19,7 @@ from services.common.errors import ConfigError
 from services.common.worker import Worker, main
 from services.coordinator.__main__ import serve
 from services.coordinator.config import AnswersConfig
+from services.coordinator.evaluations import Evaluations
 from services.coordinator.inputs import Inputs, read_heldout, tell_surprises
 from services.coordinator.publication import Publication
 from services.coordinator.run import Run
@@ -64,11 +65,10 @@ class Answers(Run):
             stop_token_ids=inputs.text.stop_token_ids,
             calls_per_worker=calls,
         )
-        await interrupting(self._evaluate(self._make_evaluations(sampler, scorer, inputs), 0))
-
-    def _tell_evaluated(self, result: events_pb2.Evaluated) -> None:
-        if self._scored:  # else there is no mean
-            super()._tell_evaluated(result)
+        evaluations = Evaluations(
+            self._service, config, inputs=inputs, sampler=sampler, scorer=scorer, events=self.events
+        )
+        await interrupting(evaluations.evaluate(self._current_policy.version, 0))
 
     async def _read_heldout(self) -> Inputs:
         self.events.enter(events_pb2.RUN_PHASE_START, 0, "tokenizer and prompts to be read")

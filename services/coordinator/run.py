@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from services.coordinator.clients import LearnerClient, RolloutClient
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.data import Order
 from services.coordinator.ending import Ending
-from services.coordinator.evaluation import Evaluation
+from services.coordinator.evaluations import Evaluations
 from services.coordinator.events import EventLog
 from services.coordinator.inputs import Inputs, check_lengths, read_inputs, tell_surprises
 from services.coordinator.ledger import Ledger
@@ -73,11 +72,9 @@ class Run:
         self._ended = asyncio.Event()
         self._loop: Loop | None = None
         self._policy = policy_pb2.Policy()
-        self._evaluated_version = -1
         self._resumed_step = 0
         self._chat_template = ""
         self._stored: Stored | None = None
-        self._checkpoints: Checkpoints | None = None
         self._ending: Ending | None = None
         self._helpers: list[asyncio.Task[None]] = []
         self._ledger: Ledger | None = None
@@ -159,7 +156,7 @@ class Run:
         metrics = self._metrics = self._open_metrics()
         recovery = Recovery(workers, ledger, config=self._config, events=self.events, read_stored=self._read_stored)
         await interrupting(self._catch_up(recovery, ledger, metrics))
-        checkpoints = self._checkpoints = Checkpoints(
+        checkpoints = Checkpoints(
             self._config.checkpoint,
             folder=self._service.run_dir / "checkpoints",
             run_id=self._service.run_id,
@@ -201,9 +198,20 @@ class Run:
             recovery.through("self-check", lambda: self._check(workers, recovery, inputs.text, order, sampler))
         )
         await interrupting(recovery.through("warm-up", lambda: self._warm_up(recovery, inputs)))
-        evaluations = self._make_evaluations(sampler, scorer, inputs)
-        if self._evaluation_is_due(evaluations):
-            await interrupting(self._evaluate(evaluations, self._resumed_step))
+        evaluations = Evaluations(
+            self._service,
+            self._config,
+            inputs=inputs,
+            sampler=sampler,
+            scorer=scorer,
+            events=self.events,
+            metrics=metrics,
+            ledger=ledger,
+            on_score=checkpoints.scores.__setitem__,
+        )
+        evaluated = stored.evaluated.get(self._resumed_step, frozenset()) if stored else frozenset()
+        if evaluations.due_before_loop(self._resumed_step, evaluated):
+            await interrupting(evaluations.evaluate(self._current_policy.version, self._resumed_step))
         self._loop = Loop(
             self._config,
             seed=self._service.seed,
@@ -222,14 +230,14 @@ class Run:
             metrics=metrics,
             events=self.events,
             stop=self._stop,
-            evaluate=lambda step: self._evaluate(evaluations, step),
+            evaluate=lambda step: evaluations.evaluate(self._current_policy.version, step),
             save=lambda step: checkpoints.after_step(step, recovery.learner_at_hand),
             waiting=stored.waiting if stored else {},
             position=stored.next_admission if stored else 0,
         )
         await self._loop.run()
         if self._config.evaluation and self._config.evaluation.at_end:
-            await interrupting(self._evaluate(evaluations, self._config.steps))
+            await interrupting(evaluations.evaluate(self._current_policy.version, self._config.steps))
 
     # The stages before the loop
 
@@ -401,72 +409,6 @@ class Run:
                 header, rows, seconds, lambda p: self.events.progress(p.done, p.of, p.phase)
             )
         self.events.notice("info", told(result, len(rows[0].token_ids)))
-
-    # Evaluation
-
-    def _make_evaluations(self, sampler: Sampler, scorer: Scorer | None, inputs: Inputs) -> list[Evaluation]:
-        """One for each data set of held-out prompts."""
-        config = self._config
-        if config.evaluation is None:
-            return []
-        return [
-            Evaluation(
-                sampler,
-                scorer,
-                inputs.text,
-                dataset,
-                config.evaluation,
-                folder=self._service.run_dir / "evaluations",
-                failure_budget=config.failure_budget,
-                seconds=config.evaluate_seconds,
-            )
-            for dataset in inputs.heldout
-        ]
-
-    def _evaluation_is_due(self, evaluations: Sequence[Evaluation]) -> bool:
-        """Before the loop: at the start of a run, or where it ended before an evaluation that was due was done."""
-        config, step = self._config.evaluation, self._resumed_step
-        if config is None:
-            return False
-        done = self._stored.evaluated.get(step, frozenset()) if self._stored else frozenset()
-        if done >= {evaluation.name for evaluation in evaluations}:
-            self._evaluated_version = step
-            return False
-        return config.at_start if step == 0 else bool(config.every) and step % config.every == 0
-
-    async def _evaluate(self, evaluations: Sequence[Evaluation], step: int) -> None:
-        """Evaluates the current policy, once."""
-        version = self._current_policy.version
-        if version == self._evaluated_version:
-            return
-        results = [await self._evaluate_on(evaluation, version, step) for evaluation in evaluations]
-        self._evaluated_version = version
-        if self._checkpoints is not None and results:
-            self._checkpoints.scores[version] = sum(result.score_mean for result in results) / len(results)
-
-    async def _evaluate_on(self, evaluation: Evaluation, version: int, step: int) -> events_pb2.Evaluated:
-        seconds = self._config.evaluate_seconds
-        what = f"answers to {evaluation.prompts} prompts by version {version}"
-        self.events.enter(events_pb2.RUN_PHASE_EVALUATE, step, f"{what}, {seconds:.0f} s at most")
-        started = time.monotonic()
-        async with within(seconds, what):
-            result = await evaluation.run(version, self.events.progress)
-        if self._metrics is not None:
-            name = f"eval/{result.dataset}"
-            numbers = {
-                f"{name}/score_mean": result.score_mean,
-                f"{name}/prompts": float(result.prompts),
-                f"{name}/failures": float(result.failures),
-                "time/evaluate": time.monotonic() - started,
-            }
-            self._metrics.write(step, version, numbers)
-        if self._ledger is not None:
-            await self._ledger.record_evaluation(result.dataset, version, result.score_mean)
-        self._tell_evaluated(result)
-        return result
-
-    def _tell_evaluated(self, result: events_pb2.Evaluated) -> None:
-        self.events.evaluated(result)
 
     # The rest
 
